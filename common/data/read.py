@@ -1,8 +1,8 @@
 """Read the records of data files: a value means what its format and its column say, and nothing is guessed.
 
 JSON is parsed by the letter, record by record; fields of CSV are text; tables (Parquet, Arrow) have the types that they
-say. Files are read as streams, compressed ones too, except for a ``.txt`` file, which is one record, and a ``.json``
-file that is one value. What cannot be read is a ``UserError`` that names the file and the line.
+say. Files are read as streams, compressed ones too, except for a ``.json`` file that is one value. What cannot be read
+is a ``UserError`` that names the file and the line.
 """
 
 import bz2
@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 from common.errors import UserError
 
 RECORDS_PER_READ = 256  # Rows of a table that are converted at once
+TEXT_BYTES = 64 << 20  # Bytes of a text file that make a record, with the rest of their last line
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -94,7 +95,7 @@ def extension_of(path: Path) -> str:
 
 
 def read_records(path: Path) -> Iterator[DataRecord]:
-    """Read the records of one file, in order. A text file is one record, with its whole content as ``text``.
+    """Read the records of one file, in order. A text file is one record, ``text``; a long one has one per 64 MiB.
 
     Blank lines between records hold none. Every value of a CSV file is a string, exactly as written, line breaks
     included. In tables all records have the keys of all others, within their values too: those without a value are
@@ -135,7 +136,10 @@ def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
 
 
 def _read_text(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
-    yield "line 1", {"text": _decoded(path, file.read())}
+    line = 1
+    while data := file.read(TEXT_BYTES) + file.readline():
+        yield f"line {line}", {"text": _decoded(path, data, line)}
+        line += data.count(b"\n")
 
 
 def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[tuple[str, Any]]:

@@ -153,6 +153,13 @@ def test_types_of_tables_are_the_files(tmp_path: Path) -> None:
         read(tmp_path / "late.parquet")
 
 
+def test_a_long_text_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.data.read.TEXT_BYTES", 5)
+    records = list(read_records(written(tmp_path / "text.txt", "\ufeffe\u0301\nlonger\n\nend")))
+    assert [record.values["text"] for record in records] == ["e\u0301\n", "longer\n", "\nend"]
+    assert [record.position for record in records] == ["line 1", "line 2", "line 3"]
+
+
 def test_text_file_is_whole(tmp_path: Path) -> None:
     text = "One.\r\n\n\n  Two\tand\u2028three\x0c.\n\rno line break at the end"
     assert "".join(record["text"] for record in read(written(tmp_path / "a.txt", "\ufeff" + text))) == text
