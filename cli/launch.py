@@ -301,9 +301,9 @@ class _Launcher:
         os._exit(1 if self._signal is None else STATUS[signal.Signals(self._signal)])
 
     def _how_to_continue(self) -> str:
-        from cli.job.resumed import committed
+        from cli.job.resumed import EarlierRun
 
-        return f" {self._settings.how_to_continue}" if committed(self._settings) is not None else ""
+        return f" {self._settings.how_to_continue}" if EarlierRun.of(self._settings).commit is not None else ""
 
 
 def _running_ranks() -> list[psutil.Process]:

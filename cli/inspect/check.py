@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cli.job.machine import directories_at_hand, training_of, with_dtype
+from cli.job.machine import PlannedRun, device_name, directories_at_hand, plan_at_hand
 from cli.options.settings import COMMITS, Settings
 from cli.report.log import versions
 from cli.report.progress import BOLD, RED, painted
@@ -27,7 +27,6 @@ from common.hardware.machine import (
     obstacle,
     system_has_gpu,
 )
-from common.models.presets import load_config
 from common.units import format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run
 from fuyou.planner.profiling.measure import DriveRates, measure_drives
@@ -50,7 +49,7 @@ class MeasuredDrive:
 def run_check(settings: Settings) -> None:
     """Print what this machine is, how fast its drives are, and what would make a run fail or slow."""
     directories = directories_at_hand(settings, writable=False)
-    settings = with_dtype(settings)
+    planned = plan_at_hand(settings, device_name(settings.gpu)) if settings.model else None
     gpus, problems = list_gpus(), list(machine_problems())
     available = f"{format_bytes(memory_available_bytes())} available"
     limit, memory = memory_limit_bytes(), psutil.virtual_memory().total
@@ -72,14 +71,14 @@ def run_check(settings: Settings) -> None:
             problems.append((f"{directory} cannot hold a store: {on_one_line(error)}", "Name another with --ssd."))
         else:
             _section("drive", _drive_rows(drives[-1]))
-    problems += drive_problems(drives, settings.model, training_of(settings).record_bytes if settings.model else 0)
+    problems += drive_problems(drives, settings.model, planned.training.record_bytes if planned else 0)
     print(painted("potential problems", BOLD))
     for what, remedy in problems:
         print(f"  {painted('!', RED)} {what}\n      {remedy}")
     if not problems:
         print("  nothing that was looked for")
-    if settings.model:
-        _section("model", [("trains as in memory", _proof(settings, settings.model))])
+    if planned:
+        _section("model", [("trains as in memory", _proof(planned))])
 
 
 def machine_problems() -> Iterator[Problem]:
@@ -160,13 +159,13 @@ def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
     ]
 
 
-def _proof(settings: Settings, model: str) -> str:
+def _proof(planned: PlannedRun) -> str:
     from fuyou import prove
 
-    config, _ = load_config(model)
+    config = planned.training.config
     start_time = time.monotonic()
     with activity("proving on a small model that this family trains out of core as in memory"):
-        prove(config, adapters=settings.engine.adapters, dtype=settings.engine.precision.dtype)
+        prove(config, adapters=planned.engine.adapters, dtype=planned.engine.precision.dtype)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
 

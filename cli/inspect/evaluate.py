@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from cli.job.machine import with_dtype
 from cli.job.resolve import resolve
 from cli.options.settings import Settings
-from cli.train.engine_trainer import EngineTrainer, engine_options
+from cli.train.engine_trainer import EngineTrainer
 from common.activity import activity
 from common.errors import UserError
-from common.hardware.machine import memory_available_bytes
+from common.hardware.machine import memory_available_bytes, pick_gpu, torch_name
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.sources import WeightSource
@@ -25,6 +24,8 @@ from common.models.presets import load_config
 from common.store.directories import DirectoryLock
 from fuyou import Engine
 from fuyou.checkpoint.export import StoreExporter
+from fuyou.config import AUTO
+from fuyou.engine.common_decisions import fastest_dtype
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Precision, Record
 from fuyou.model.open_model import OpenModel
@@ -43,13 +44,13 @@ def run_evaluate(settings: Settings) -> None:
         }
         with activity("preparing the model and the data", announced=True):
             job = resolve(replace(settings, ssd=(), **trained))
-        options = engine_options(job)
-        if settings.adapter is None:  # something has to be trainable, and costs least if it is small
-            parameters = dict(build_meta_model(load_config(settings.model)[0]).named_parameters())
-            options["trainable"] = [min(parameters, key=lambda name: parameters[name].numel())]
-        shape = (job.rows, job.seq_len)
+        config = job.engine.with_options(ssd=drives)
+        if not job.adapters:  # something has to be trainable, and costs least if it is small
+            parameters = dict(build_meta_model(job.config).named_parameters())
+            smallest = min(parameters, key=lambda name: parameters[name].numel())
+            config = config.with_options(trainable=[smallest])
         with activity("writing the weights to the drives", announced=True):
-            engine = stack.enter_context(Engine(**options, ssd=drives, device=job.device, batch_shape=shape))
+            engine = stack.enter_context(Engine(job.checkpoint or job.model, config))
         assert job.held_out is not None
         with activity("evaluating", announced=True):
             result = EngineTrainer(job, engine).evaluate(job.held_out)
@@ -71,13 +72,14 @@ def merge_adapter(settings: Settings) -> None:
     """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
     if not settings.model:
         raise UserError("Give the model that --adapter was made for: finetune export --model DIR --adapter DIR.")
-    settings, output = with_dtype(settings), settings.output_directory
+    output = settings.output_directory
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
     if (output / "config.json").exists() and not settings.overwrite:
         raise UserError(f"{output} holds a checkpoint already: give another --output, or add --overwrite.")
-    saved, precision = SavedAdapter(settings.adapter), Precision.named(settings.dtype)
+    dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
+    saved, precision = SavedAdapter(settings.adapter), Precision.named(dtype)
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)

@@ -6,40 +6,36 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from cli.job.machine import (
-    device_at_hand,
+    device_name,
     directories_at_hand,
+    plan_at_hand,
     sequence_length,
-    training_of,
-    with_dtype,
-    with_dtype_of_all,
 )
 from cli.job.strategy import PROFILE, measure_cluster
 from cli.options.settings import Settings
 from cli.train.meeting import meet
 from cli.train.process import RankProcess
+from common.communication import all_gather_object
 from common.hardware.machine import describe_machine
 from common.models.presets import load_config
 from common.units import counted, format_bytes, format_count, format_seconds
 from fcdp.planner.cluster import MeasuredRates
-from fuyou.planner import PlannerContext
+from fuyou.config import AUTO
+from fuyou.engine.common_decisions import dtype_of_all
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
-from fuyou.runtime.device import memory_limits
 
 
 def run_profile(settings: Settings) -> None:
     """Measure with the micro-batch of a run with these options, save the profile, and print it."""
-    device = device_at_hand(settings.gpu)
-    settings = with_dtype(settings)
     directories = directories_at_hand(settings)
-    limits = memory_limits(device, settings.host_memory, settings.device_memory)
-    context = PlannerContext(training_of(settings), device, limits, directories)
-    workload = context.workload
+    planned = plan_at_hand(settings, device_name(settings.gpu), directories)
+    device, workload = planned.context.device, planned.context.workload
     print(f"machine  {describe_machine()}")
     print(
-        f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in {settings.dtype} "
-        f"on {device.name}",
+        f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in "
+        f"{planned.engine.dtype} on {device.name}",
         flush=True,
     )
     profile = save(measure(workload, device, past_cache=True), workload, device)
@@ -84,7 +80,9 @@ def _table(profile: Profile, drives: int) -> Iterator[str]:
 def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
     """Measure the cluster; every rank calls this."""
     *_, topology = meet(settings, rank)
-    settings = with_dtype_of_all(settings, str(topology.device), restarted=False)
+    dtype = settings.dtype
+    if dtype == AUTO:
+        dtype = dtype_of_all(None, str(topology.device), all_gather_object)
     config, _ = load_config(settings.model)
     rows = settings.micro_batch or max(1, math.ceil(settings.batch_size / topology.world_size))
     seq_len = sequence_length(settings.seq_len, config)
@@ -93,7 +91,7 @@ def profile_cluster_of_ranks(settings: Settings, rank: RankProcess) -> None:
     rank.enter("while the cluster was measured")
     if rank.is_rank0:
         path.parent.mkdir(parents=True, exist_ok=True)
-    measured = measure_cluster(settings, topology, rows, seq_len)
+    measured = measure_cluster(config, path, topology, rows, seq_len, dtype)
     if rank.is_rank0:
         print("\n".join(_cluster_table(measured)))
         print(f"Kept in {path}. To plan with it: finetune plan --cluster {path} --model {settings.model}")

@@ -7,7 +7,6 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cli.job.data import tokenizer_of
 from cli.job.resolve import resolve
 from cli.options.settings import Settings
 from cli.report.progress import BOLD, FAINT, GREEN, has_colors, painted
@@ -29,7 +28,8 @@ def show_data(settings: Settings) -> None:
         with contextlib.suppress(OSError):  # resolving makes the output directory of a run
             for path in absent:
                 path.rmdir()
-    tokenizer = tokenizer_of(settings, job.checkpoint, job.template_date)
+    tokenizer = job.tokenizer
+    assert tokenizer is not None
     print(f"data     {job.batches.description}".replace("\n", "\n         "))
     print(f"         {'green' if has_colors() else 'between ' + ' and '.join(MARKS)}: trained on\n")
     for number, row in enumerate(_rows(job.batches, settings.show_data), 1):

@@ -1,39 +1,39 @@
-"""The machine and the adapters of a run: device, drives, dtype, and the training that a planner simulates."""
+"""The machine of a run, and the run as the planner of out-of-core training sees it."""
 
-import contextlib
 import copy
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from cli.options.objectives import OBJECTIVES
 from cli.options.option import naming
-from cli.options.settings import COMMITS, Settings
-from common.errors import FinetuneError, UserError
+from cli.options.settings import Settings
+from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
-from common.models.adapters.adapters import Adapters
 from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
 from common.models.task_type import task_type_of
 from common.store.directories import usable_directories
-from fuyou.config import AUTO
-from fuyou.engine.common_decisions import dtype_of_all, fastest_dtype, stored_dtype
-from fuyou.optimizer.clipping import ClipStatistics
-from fuyou.planner import TrainingJob, describe_training
+from fuyou.config import AUTO, EngineConfig
+from fuyou.engine.common_decisions import fastest_dtype
+from fuyou.planner import PlannerContext, TrainingJob, describe_training
 from fuyou.planner.training_job import planned_options
-from fuyou.runtime.device import Device, open_device
+from fuyou.runtime.device import memory_limits, open_device
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
 _CLASSES = 2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
 DEFAULT_SEQ_LEN = 1024
+ELSEWHERE = "meta"  # Device of hardware that is not in this machine
 
 
-def device_at_hand(gpu: str) -> Device:
-    return open_device(torch_name(pick_gpu(gpu)))
+def device_name(gpu: str) -> str:
+    """Return PyTorch's name of what ``--gpu`` names."""
+    return torch_name(pick_gpu(gpu))
 
 
 def directories_at_hand(settings: Settings, writable: bool = True) -> list[Path]:
@@ -61,87 +61,64 @@ def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_pla
     return requested
 
 
-def planned_config(settings: Settings, config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of what is trained, as far as it is known without data."""
-    if not settings.traits.classifies or not task_type_of(config).generates:
-        return config
-    classes = REWARD if settings.objective == "reward" else [str(number) for number in range(_CLASSES)]
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run as the planner sees it, on one machine; weights and data are not looked at."""
+
+    model: str | PreTrainedConfig  # As the user named it, or what it becomes
+    rows: int  # Sequences per step
+    seq_len: int
+    engine: EngineConfig
+    drive_life: float | None  # Which the engine does not take before it has its drives
+    padded: bool  # Whether batches have padding that attention must not see
+    device: str
+    directories: Sequence[Path]  # One per drive
+
+    @cached_property
+    def training(self) -> TrainingJob:
+        engine = self.engine
+        return describe_training(
+            self.model,
+            self.rows,
+            self.seq_len,
+            precision=engine.precision,
+            adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
+            frozen=engine.frozen_dtype,
+            towers=engine.towers,
+            router_loss=engine.router_loss,
+            padded=self.padded,
+            **planned_options(engine) | {"drive_life": self.drive_life},
+        )
+
+    @cached_property
+    def context(self) -> PlannerContext:
+        device = open_device(self.device)
+        limits = memory_limits(device, self.engine.memory.host_memory, self.engine.memory.device_memory)
+        return PlannerContext(self.training, device, limits, self.directories)
+
+
+def planned_model(name: str, objective: str, config: PreTrainedConfig) -> str | PreTrainedConfig:
+    """Return what to plan for a model: itself, or a classifier in its place, without looking at data."""
+    if not (OBJECTIVES[objective].classifies and task_type_of(config).generates):
+        return name
+    classes = REWARD if objective == "reward" else [str(number) for number in range(_CLASSES)]
     return classifier_config(config, classes, None)
 
 
-def training_of(settings: Settings) -> TrainingJob:
-    """Describe a run for the planner, without looking at weights."""
+def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path] = ()) -> PlannedRun:
+    """Return the run that a command plans for, or measures, and does not start, with a dtype instead of ``auto``."""
+    engine, traits = settings.engine, settings.traits
+    if engine.dtype == AUTO:
+        engine = engine.with_options(dtype=fastest_dtype(device))
     with naming("--model"):
         config, _ = load_config(settings.model)
-    engine, clips = settings.engine, settings.max_grad_norm > 0
-    share = ClipStatistics.of_run(settings.stores if settings.resume else ()).share if clips else 0.0
-    return describe_training(
-        planned_config(settings, config) if settings.traits.classifies else settings.model,
-        settings.batch_size * settings.traits.rows,
+    return PlannedRun(
+        planned_model(settings.model, settings.objective, config),
+        settings.batch_size * traits.rows,
         sequence_length(settings.seq_len, config, only_planned=settings.drive is not None),
-        precision=engine.precision,
-        adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
-        frozen=engine.frozen_dtype,
-        towers=engine.towers,
-        router_loss=settings.router_loss,
-        padded=settings.traits.classifies,
-        clipped_share=share,
-        **planned_options(engine) | {"drive_life": settings.drive_life},
+        engine,
+        settings.drive_life,
+        traits.classifies,
+        device,
+        directories,
     )
-
-
-ELSEWHERE = "meta"  # Device of hardware that is not in this machine
-
-
-def with_dtype(settings: Settings, device: str | None = None) -> Settings:
-    """Return ``settings`` with a dtype instead of ``auto``: that of the resumed run, else the fastest of ``device``, or
-    of what ``--gpu`` names here."""
-    if settings.dtype != AUTO:
-        return settings
-    stored = _stored(settings) if settings.resume else None
-    return replace(settings, dtype=stored or fastest_dtype(device or _device_at_hand(settings.gpu)))
-
-
-def with_dtype_of_all(settings: Settings, device: str, restarted: bool) -> Settings:
-    """Return ``settings`` with a dtype instead of ``auto``, the same on every rank; collective. Ranks that were
-    ``restarted`` continue in that of what they left."""
-    from common.communication import all_gather_object
-
-    if settings.dtype != AUTO:
-        return settings
-    stored = _stored(settings) if settings.resume or restarted else None
-    return replace(settings, dtype=dtype_of_all(stored, device, all_gather_object))
-
-
-def _stored(settings: Settings) -> str | None:
-    if settings.nodes is None or settings.ssd:
-        return stored_dtype(settings.stores)
-    saved = (newest_commit(settings) or {}).get("--dtype")
-    return saved if isinstance(saved, str) else None
-
-
-def newest_commit(settings: Settings) -> Mapping[str, Any] | None:
-    """Return the newest commit of several ranks in memory; None without any, empty if it is damaged."""
-    from fcdp.checkpoint import ShardedCheckpoints
-
-    commits = ShardedCheckpoints(settings.output_directory / COMMITS)
-    with contextlib.suppress(FinetuneError, OSError):  # the one that opens it says what is wrong
-        newest = commits.newest()
-        return None if newest is None else commits.describe(newest)
-    return {}
-
-
-def _device_at_hand(gpu: str) -> str:
-    try:
-        return torch_name(pick_gpu(gpu))
-    except UserError:  # said with more to go by where the device is opened
-        return ELSEWHERE
-
-
-def trainable_parameters(settings: Settings, model: PreTrainedModel) -> int:
-    """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed."""
-    engine, config = settings.engine, copy.deepcopy(settings.engine.adapters)
-    assert config is not None
-    engine.towers.without_adapters(config, model)
-    names = Adapters(model, config, settings.seed, draw=False, saved=engine.saved_adapter).trainable_names
-    return sum(model.get_parameter(name).numel() for name in names)

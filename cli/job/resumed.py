@@ -1,23 +1,26 @@
 """A run that is continued: whether there is one, and whether it is the same run."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
-from cli.job.machine import newest_commit
 from cli.options.command import parse_command_line
 from cli.options.config_file import options_in_files
-from cli.options.settings import CONFIG, RUN, Settings
+from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import SavedAdapter, load_peft_config
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
 from common.units import counted
 from fuyou.checkpoint.run_files import run_places
+from fuyou.layout.record import DTYPES
 
 
 def adapter_digest(settings: Settings) -> str | None:
@@ -47,57 +50,79 @@ def decided(settings: Settings) -> Settings:
     if settings.resume != "auto":
         return settings
     resumed = replace(settings, resume=True)
-    if committed(resumed) is not None:
+    if EarlierRun.of(resumed).commit is not None:
         return resumed
     context = parse_command_line(settings.arguments)  # without the options of a run that is gone
     return Settings.of_options({**context.params, "resume": False}, settings.arguments, context=context)
 
 
-def committed(settings: Settings) -> Mapping[str, Any] | None:
-    """Return the newest commit of the run that ``settings`` would resume, as its manifest has it, if any.
+@dataclass(frozen=True)
+class EarlierRun:
+    """The run that may be there already, where a new one would be."""
 
-    Of several ranks out of core, that of one of this node's.
-    """
-    if settings.nodes is not None and not settings.ssd:
-        return newest_commit(settings)
-    for place in run_places(settings.stores):
-        try:
-            content = load_manifest(place)
-        except (FinetuneError, OSError):  # damaged: the one that opens it reports it
+    output: Path
+    stores: Sequence[Path]  # Its folder in each directory where it may be
+    in_memory: bool  # Whether several ranks trained in memory
+
+    @classmethod
+    def of(cls, settings: Settings) -> "EarlierRun":
+        return cls(settings.output_directory, settings.stores, settings.in_memory)
+
+    @cached_property
+    def commit(self) -> Mapping[str, Any] | None:
+        """Its newest commit, as the manifest has it; None if there is none.
+
+        Empty if it is damaged: the one that opens it says what is wrong. Of several ranks out of core, that of one of
+        this node's.
+        """
+        if self.in_memory:
+            from fcdp.checkpoint import ShardedCheckpoints
+
+            commits = ShardedCheckpoints(self.output / COMMITS)
+            with contextlib.suppress(FinetuneError, OSError):
+                newest = commits.newest()
+                return None if newest is None else commits.describe(newest)
             return {}
-        if content is not None:
-            return content
-    return None
+        for place in run_places(self.stores):
+            try:
+                content = load_manifest(place)
+            except (FinetuneError, OSError):
+                return {}
+            if content is not None:
+                return content
+        return None
+
+    @property
+    def dtype(self) -> str | None:
+        """What it computes in; None if it does not say so."""
+        names, commit = {str(dtype): name for name, dtype in DTYPES.items()}, self.commit or {}
+        return commit.get("--dtype") or names.get(str(commit.get("dtype")))
+
+    def day(self, resume: bool) -> date:
+        """Return the day that chat templates write: the run's first, so that resumed runs see the same data."""
+        run = (self.commit or {}).get("user", {}).get("run", {}) if resume else {}
+        return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
+
+    def check(self, fixed: Mapping[str, Any]) -> None:
+        """Refuse to continue where nothing was committed, or where it was with other ``fixed`` options.
+
+        What depends on the data is compared when they are there (:func:`check_same_run`).
+        """
+        before = (self.commit or {}).get("user", {}).get("run")
+        if isinstance(before, dict):
+            _check_same(before, fixed)
+        if self.commit is None and not any(place.exists() for place in run_places(self.stores)):
+            where = ", ".join(str(folder) for folder in self.stores)
+            raise UserError(
+                f"--resume: no step was committed in {where}. Leave --resume out to begin, "
+                "or use --resume auto, which resumes a run if there is one and starts one otherwise."
+            )
 
 
-def check_there_is_one(settings: Settings, commit: Mapping[str, Any] | None) -> None:
-    """Refuse ``--resume`` where nothing was committed, and settings that differ from those of the run that is there.
-
-    What depends on the data is compared when they are there (:func:`check_same_run`).
-    """
-    if not settings.resume or settings.nodes is not None:  # several nodes say together which one lacks what
-        return
-    before = (commit or {}).get("user", {}).get("run")
-    if isinstance(before, dict):
-        _check_same(before, _fixed_options(settings))
-    if commit is None and not any(place.exists() for place in run_places(settings.stores)):
-        where = ", ".join(str(folder) for folder in settings.stores)
-        raise UserError(
-            f"--resume: no step was committed in {where}. Leave --resume out to begin, "
-            "or use --resume auto, which resumes a run if there is one and starts one otherwise."
-        )
-
-
-def template_date(commit: Mapping[str, Any] | None) -> date:
-    """Return the day that chat templates write: the first of the run, so that resumed runs see the same data."""
-    run = (commit or {}).get("user", {}).get("run", {})
-    return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
-
-
-def forget_earlier_run(settings: Settings) -> None:
+def forget_earlier_run(job: Job) -> None:
     """Remove the options of an earlier run before a new one replaces it, which would take them for its own."""
-    if not settings.resume and (settings.overwrite or committed(settings) is None):
-        (settings.output_directory / RUN / CONFIG).unlink(missing_ok=True)
+    if not job.resume and (job.overwrite or not job.is_there):
+        (job.output / RUN / CONFIG).unlink(missing_ok=True)
 
 
 def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) -> None:
@@ -105,12 +130,12 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
     launchers that have started its ranks (``launches``)."""
     if launches:
         run.user_state["launches"] = sorted({*run.user_state.get("launches", ()), *launches})
-    now, rate = _fixed_options(job.settings), job.learning_rate
-    now |= {"--data": job.data_key, "--seq-len": job.seq_len, "--warmup": rate.warmup}
+    rate = job.learning_rate
+    now = {**job.fixed, "--data": job.data_key, "--seq-len": job.seq_len, "--warmup": rate.warmup}
     # A constant rate does not depend on the end, so such a run can be made longer.
     now["--steps"] = None if rate.schedule == "constant" else rate.total
-    if job.template_date is not None:
-        now[TEMPLATE_DATE] = str(job.template_date)
+    if job.tokenizer is not None:
+        now[TEMPLATE_DATE] = str(job.template.day)
     before: dict[str, Any] | None = run.user_state.get("run")
     if before is None:
         run.user_state["run"] = now
@@ -140,7 +165,8 @@ def _is_extended(job: Job, run: TrainedModel, before: Mapping[str, Any]) -> bool
     return True
 
 
-def _fixed_options(settings: Settings) -> dict[str, Any]:
+def fixed_options(settings: Settings) -> dict[str, Any]:
+    """Return the options that a continued run must keep, as typed, with the content of files."""
     fixed: dict[str, Any] = {}
     for field in option_fields(Settings):
         if declaration_of(field).fixed:

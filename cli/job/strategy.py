@@ -1,13 +1,12 @@
 """``--strategy``, ``--cluster`` and ``--levels``: checking what they name, and choosing a strategy for ``auto``."""
 
 import contextlib
+from pathlib import Path
 
-from cli.job.machine import trainable_parameters
-from cli.options.option import naming
+from transformers import PreTrainedConfig
+
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.models.meta_model import build_meta_model
-from common.models.presets import load_config
 from fcdp.planner import Cluster, Estimate, Workload, admissible, cluster_names, load_cluster, plan
 from fcdp.planner.cluster import MeasuredRates
 from fcdp.planner.profiling import profile_cluster
@@ -66,38 +65,15 @@ def check_strategy(settings: Settings, ranks_per_node: int) -> None:
             strategy.on(levels)
 
 
-def workload_of(settings: Settings, seq_len: int, micro_batch: int, micro_batches: int, dtype_bytes: int) -> Workload:
-    """Return the workload of one rank, whose blocks compute in numbers of ``dtype_bytes``."""
-    with naming("--model"):
-        config, _ = load_config(settings.model)
-    ratio = 1.0
-    if settings.trains_adapters:
-        model = build_meta_model(config)
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        ratio = min(1.0, trainable_parameters(settings, model) / whole)
-    return Workload.of_model(
-        config,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        trainable_ratio=ratio,
-        dtype_bytes=dtype_bytes,
-        cache_threshold=settings.device_cache_threshold,
-        router_loss=settings.router_loss,
-    )
-
-
-def has_profile(settings: Settings, levels: Levels) -> bool:
-    path = settings.output_directory / PROFILE
+def has_profile(profile: Path, levels: Levels) -> bool:
     try:
-        return path.exists() and load_cluster(str(path)).levels == levels
+        return profile.exists() and load_cluster(str(profile)).levels == levels
     except UserError:  # of another version: it is measured again if requested
         return False
 
 
-def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> Estimate:
+def choose_strategy(cluster: Cluster, workload: Workload, levels: Levels) -> Estimate:
     """Return the fastest strategy that fits ranks of these levels, by the planner, with what it is expected to cost."""
-    cluster = cluster_of(settings.cluster, settings.levels, levels.nodes, levels.ranks_per_node)
     possible: list[Strategy] = []
     for strategy in admissible(cluster.levels):
         with contextlib.suppress(UserError):
@@ -110,13 +86,13 @@ def choose_strategy(settings: Settings, workload: Workload, levels: Levels) -> E
     return found.choice
 
 
-def measure_cluster(settings: Settings, topology: Topology, rows: int, seq_len: int) -> MeasuredRates:
-    """Measure the cluster, and have rank 0 write :data:`PROFILE` in the output directory. Collective."""
-    config, _ = load_config(settings.model)
+def measure_cluster(
+    config: PreTrainedConfig, profile: Path, topology: Topology, rows: int, seq_len: int, dtype: str
+) -> MeasuredRates:
+    """Measure the cluster, and have rank 0 write its ``profile``. Collective."""
 
     def say(what: str) -> None:
         if topology.rank == 0:
             print(f"measuring {what}", flush=True)
 
-    path = settings.output_directory / PROFILE
-    return profile_cluster(topology, config, path, rows=rows, seq_len=seq_len, dtype=settings.dtype, say=say)
+    return profile_cluster(topology, config, profile, rows=rows, seq_len=seq_len, dtype=dtype, say=say)

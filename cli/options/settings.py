@@ -18,9 +18,9 @@ import click
 
 from cli.options.all_options import AllOptions
 from cli.options.command import parse_command_line
-from cli.options.config_file import option_as_toml, options_in_files
+from cli.options.config_file import effective_config, option_as_toml, options_in_files
 from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
-from cli.options.option import data_sets, naming, split_weight
+from cli.options.option import WRITTEN, data_sets, naming, split_weight
 from common.errors import UserError
 from common.options import declaration_of, option_fields, spelled
 
@@ -204,25 +204,22 @@ class Settings(AllOptions):
         }
         return {name: value for name, value in values.items() if name in names}
 
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """The engine's options, as far as the settings alone decide them."""
-        from fuyou.option_groups import OPTION_NAMES
-
-        return self.named(OPTION_NAMES - {"ssd", "leave_ssd", "resume", "overwrite"}) | {
-            "adapters": self._adapters(),
-            "freeze_vision_tower": self.train_vision != "all",
-            "freeze_multi_modal_projector": self.train_vision is None,
-            "token_outputs": self.traits.outputs,
-            "automatic": True,
-        }
-
     @cached_property
     def engine(self) -> "EngineConfig":
-        """The engine's configuration, which knows what these options come to. Drives are not looked at."""
+        """The options of the engine, validated. It has no drives yet, and so no ``drive_life`` either."""
         from fuyou.config import EngineConfig
+        from fuyou.option_groups import OPTION_NAMES
 
-        return EngineConfig.of(**self.engine_options | {"ssd": ".", "drive_life": None})
+        later = {"ssd", "leave_ssd", "resume", "overwrite", "drive_life"}
+        return EngineConfig.of(
+            **self.named(OPTION_NAMES - later),
+            ssd=".",
+            adapters=self._adapters(),
+            freeze_vision_tower=self.train_vision != "all",
+            freeze_multi_modal_projector=self.train_vision is None,
+            token_outputs=self.traits.outputs,
+            automatic=True,
+        )
 
     def _adapters(self) -> Any:
         if self.adapter is not None:
@@ -248,9 +245,23 @@ class Settings(AllOptions):
         return not (self.lora_rank is None and self.peft_config is None and self.adapter is None)
 
     @property
+    def adapters_in_words(self) -> str:
+        """What adapters are trained; empty if none are."""
+        if self.adapter is not None:
+            return f"those of {self.adapter}, trained further"
+        if self.lora_rank is not None:
+            return f"LoRA of rank {self.lora_rank}"
+        return "" if self.peft_config is None else str(self.peft_config)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether several ranks train in memory."""
+        return self.nodes is not None and not self.ssd
+
+    @property
     def commit_interval(self) -> int:
         """Number of steps from one commit to the next. In memory, each writes 12 bytes per parameter."""
-        return self.commit_every or (1 if self.nodes is None or self.ssd else 100)
+        return self.commit_every or (100 if self.in_memory else 1)
 
     @property
     def output_directory(self) -> Path:
@@ -284,7 +295,7 @@ class Settings(AllOptions):
 
     @property
     def store_name(self) -> str:
-        if self.nodes is not None and not self.ssd:
+        if self.in_memory:
             return COMMITS
         if not self.ssd:
             return "store"
@@ -296,6 +307,12 @@ class Settings(AllOptions):
                 if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
                     return name
         return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+
+    def configuration(self, dtype: str) -> str:
+        """Return all options of the run as TOML, with the dtype that was chosen, for another machine."""
+        context = self.context or parse_command_line(self.arguments)
+        context.meta.setdefault(WRITTEN, {})["dtype"] = dtype
+        return effective_config(context, of_run=True)
 
     @property
     def how_to_continue(self) -> str:

@@ -3,10 +3,12 @@
 import json
 
 from cli.job.machine import sequence_length
-from cli.job.strategy import cluster_of, workload_of
+from cli.job.model import trainable_parameters
+from cli.job.strategy import cluster_of
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
@@ -42,7 +44,21 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
     seq_len = sequence_length(settings.seq_len, config, only_planned=True)
-    return workload_of(settings, seq_len, micro_batch, batch // at_once, dtype_bytes=2)
+    ratio = 1.0
+    if settings.trains_adapters:
+        model = build_meta_model(config)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        ratio = min(1.0, trainable_parameters(settings.engine, model) / whole)
+    return Workload.of_model(
+        config,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        micro_batches=batch // at_once,
+        trainable_ratio=ratio,
+        dtype_bytes=2,
+        cache_threshold=settings.device_cache_threshold,
+        router_loss=settings.router_loss,
+    )
 
 
 def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from cli.job.machine import ELSEWHERE, device_at_hand, directories_at_hand, training_of, with_dtype
+from cli.job.machine import ELSEWHERE, PlannedRun, device_name, directories_at_hand, plan_at_hand
 from cli.options.option import naming
 from cli.options.settings import Settings
 from cli.plan.described import describe, row, write_plan_page
@@ -20,7 +20,6 @@ from fuyou.layout.share import Share
 from fuyou.planner import (
     Machine,
     Plan,
-    PlannerContext,
     RankLinks,
     TrainingJob,
     machine_of_one_rank,
@@ -31,7 +30,6 @@ from fuyou.planner import (
 )
 from fuyou.planner.search import fits, forward_seconds, largest_model
 from fuyou.planner.trace import write_trace
-from fuyou.runtime.device import Device, memory_limits
 
 BYTES_PER_TOKEN = 4  # Bytes of a data file that make a token, about: English text in JSON
 
@@ -78,14 +76,18 @@ def run_plan(settings: Settings) -> int:
     """Plan, print the plan, and return the exit status."""
     share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
     settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
-    settings = with_dtype(settings, None if settings.drive is None else ELSEWHERE)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
-    machine = _machine(settings)
     job: TrainingJob | None
-    if settings.max_model:
-        job = largest_model(lambda name: training_of(replace(settings, model=name)), lambda job: fits(job, machine))
+    if settings.drive is None:
+        planned = plan_at_hand(settings, _device(settings), directories_at_hand(settings))
+        job, machine = planned.training, _machine_at_hand(planned)
+    elif settings.max_model:
+        machine = _machine_by_name(settings)
+        job = largest_model(
+            lambda name: plan_at_hand(replace(settings, model=name), ELSEWHERE).training, lambda job: fits(job, machine)
+        )
     else:
-        job = training_of(settings)
+        job, machine = plan_at_hand(settings, ELSEWHERE).training, _machine_by_name(settings)
     if job is not None and share is not None:
         job, network = job.among(share), _network(settings.network, share.nodes)
         machine = machine_of_one_rank(
@@ -111,47 +113,43 @@ def run_plan(settings: Settings) -> int:
     return 0 if result.fits else DOES_NOT_FIT
 
 
-def _machine(settings: Settings) -> Machine:
-    if settings.drive is not None:
-        if settings.gpu in ("auto", "cpu"):
-            raise UserError(
-                f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
-            )
-        host = parse_bytes(settings.host_memory or memory_available_bytes() * 4 // 5)
-        device = None if settings.device_memory is None else parse_bytes(settings.device_memory)
-        with naming("--gpu"):
-            gpu = gpu_preset(settings.gpu)
-        with naming("--drive"):
-            drive = drive_preset(settings.drive)
-        return preset_machine(
-            gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=settings.engine.precision.state_bytes
-        )
+def _machine_by_name(settings: Settings) -> Machine:
+    if settings.gpu in ("auto", "cpu"):
+        raise UserError(f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}.")
+    host = parse_bytes(settings.host_memory or memory_available_bytes() * 4 // 5)
+    device = None if settings.device_memory is None else parse_bytes(settings.device_memory)
+    with naming("--gpu"):
+        gpu = gpu_preset(settings.gpu)
+    with naming("--drive"):
+        drive = drive_preset(settings.drive or "")
+    state_bytes = settings.engine.precision.state_bytes
+    return preset_machine(gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=state_bytes)
+
+
+def _machine_at_hand(planned: PlannedRun) -> Machine:
+    context, directories = planned.context, planned.directories
+    (host, memory), shared = context.limits, context.device.shares_host_memory
+    profile = profile_or_measure(context)
+    free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
+    return profiled_machine(profile, shared, memory, host, directories, free)
+
+
+def _device(settings: Settings) -> str:
+    """Return the device of this machine to plan for."""
     if settings.ssds is not None:
         raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
     if settings.max_model:
         raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
-    return _machine_at_hand(settings)
-
-
-def _machine_at_hand(settings: Settings) -> Machine:
-    device, directories = _open(settings.gpu), directories_at_hand(settings)
-    host, memory = memory_limits(device, settings.host_memory, settings.device_memory)
-    profile = profile_or_measure(PlannerContext(training_of(settings), device, (host, memory), directories))
-    free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
-    return profiled_machine(profile, device.shares_host_memory, memory, host, directories, free)
-
-
-def _open(name: str) -> Device:
     try:
-        return device_at_hand(name)
+        return device_name(settings.gpu)
     except UserError as error:
         try:
-            gpu_preset(name)
+            gpu_preset(settings.gpu)
         except UserError:
             raise error from None
         raise UserError(
-            f"--gpu {name} is not in this machine: to plan for it, say which drives it has, --drive NAME --ssds N "
-            f"({', '.join(drive_names())})."
+            f"--gpu {settings.gpu} is not in this machine: to plan for it, say which drives it has, --drive NAME "
+            f"--ssds N ({', '.join(drive_names())})."
         ) from None
 
 

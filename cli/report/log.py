@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.command import parse_command_line
-from cli.options.config_file import effective_config
-from cli.options.option import WRITTEN
 from cli.options.settings import CONFIG, DESCRIPTION, RUN
 from cli.report.page import RunPage
 from cli.report.progress import Progress
@@ -73,12 +70,12 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
             before = dict(json.loads((path / DESCRIPTION).read_text()))
     call = {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["finetune", *job.settings.arguments]),
+        "command": shlex.join(["finetune", *job.arguments]),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
         "machine": describe_machine(),
         "computing_on": job.computing_on,
-        "computing_in": job.settings.dtype,
+        "computing_in": job.engine.dtype,
         "versions": versions(),
         "model": job.architecture,
         "parameters": job.parameters,
@@ -91,11 +88,9 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
     }
     calls, run_id = before.get("calls"), str(before.get("id") or uuid.uuid4().hex)  # The id stays when it is resumed
     description = {"id": run_id, "store": job.run_name, "calls": [*(calls if isinstance(calls, list) else []), call]}
-    context = job.settings.context or parse_command_line(job.settings.arguments)
-    context.meta.setdefault(WRITTEN, {})["dtype"] = job.settings.dtype  # on another machine, too
     for name, text in (
         (DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n"),
-        (CONFIG, effective_config(context, of_run=True)),
+        (CONFIG, job.configuration),
     ):
         with described("writing", path / name):
             replace_file(path / name, text)
@@ -155,7 +150,7 @@ class MetricsLogger:
             self._log(done, *last, {})
         self._page = RunPage(job, plan, (path / CONFIG).read_text(), path / METRICS)
         self._page.update(at_once=True)
-        self._progress = Progress(job.steps, job.settings.log_every)
+        self._progress = Progress(job.steps, job.log_every)
         self.say = self._progress.say
 
     def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:

@@ -4,12 +4,10 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
 from cli.job.job import Job
-from cli.job.machine import training_of
 from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run, forget_earlier_run
 from cli.options.settings import Settings
@@ -20,7 +18,6 @@ from cli.train.process import Interrupts, Stopped
 from common.activity import activity
 from common.communication import all_gather_object
 from common.data import Batches
-from common.data.images import ImageBatches
 from common.errors import UserError
 from common.store import DirectoryLock
 from common.units import format_bytes
@@ -51,7 +48,7 @@ class EngineTrainer(Trainer):
         self, job: Job, engine: Engine, topology: Topology | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self.model = self._engine = engine
-        self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
+        self.is_resumed = engine.step_count > 0 if topology else job.resume
         self.plan = asdict(engine.memory_plan) | {"ssd_bytes": engine.ssd_bytes}
         everywhere = " on every node" if topology else ""
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd) + everywhere)
@@ -59,9 +56,9 @@ class EngineTrainer(Trainer):
         self._ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks) if topology else Ranks()
         self._node_ranks = topology.ranks_per_node if topology else 1
         self._job = job
-        objective = objective_of(job.settings)
+        objective = objective_of(job)
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
-        if job.settings.traits.compares:
+        if job.traits.compares:
             engine.disable_dropout()
         self.clip_by, self.past_host = engine.clip_by and engine.clip_by.value, engine.io == "kvikio"
         report, noted = engine.committed_report, engine.user_state.get(_STEP)
@@ -70,7 +67,7 @@ class EngineTrainer(Trainer):
                 report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"]
             )
             self.last_step = result, noted["lr"]
-        if job.settings.traits.needs_reference:
+        if job.traits.needs_reference:
             writes = topology is None or topology.local_rank == 0
             ReferencePass(engine, self._ranks, writes).attach_all(job)
 
@@ -81,7 +78,7 @@ class EngineTrainer(Trainer):
         if self._objective is None:
             engine(**self._part(batch)).loss.backward()
         else:
-            loss, watched = self._objective.loss(batch, self._job.settings.batch_size)
+            loss, watched = self._objective.loss(batch, self._job.batch_size)
             engine.backward(loss)
         finite = {name: value for name, value in watched.items() if math.isfinite(value)}
         engine.user_state[_STEP] = {"lr": lr, "watched": finite}
@@ -110,7 +107,7 @@ class EngineTrainer(Trainer):
         self._engine.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        size = self._job.settings.batch_size
+        size = self._job.batch_size
         if self._objective is not None:
             return self._objective.evaluate(batches, size)
         return evaluate(batches, size, lambda batch: self._engine.eval_loss(**self._part(batch), router_loss=False))
@@ -136,36 +133,25 @@ class EngineTrainer(Trainer):
         )
 
 
-def engine_options(job: Job) -> dict[str, Any]:
-    """Return the arguments of the engine that are the same whether one rank trains or several."""
-    images = isinstance(job.batches, ImageBatches) or isinstance(job.held_out, ImageBatches)
-    return job.settings.engine_options | {
-        "model": job.settings.model if job.checkpoint is None else job.checkpoint,
-        "packed": job.batches.packed,
-        "images": images,
-        "padded": images or job.settings.traits.classifies,
-    }
-
-
 def profile_once(job: Job, ranks: Share | None = None) -> None:
     """Measure this machine with this model, so that the engine can plan, where the run is worth up to a minute.
 
     The result is kept, so that it takes them once. ``ranks`` are all that will run, of which this is one.
     """
-    settings = job.settings
-    if not settings.drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
+    drive_life, memory = job.engine.store.drive_life, job.engine.memory
+    if not drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
         return
     device, share = open_device(job.device), ranks or Share()
-    limits = memory_limits(device, settings.host_memory, settings.device_memory, share.ranks_per_node)
+    limits = memory_limits(device, memory.host_memory, memory.device_memory, share.ranks_per_node)
     try:
         if limits[0] < PROFILED_HOST_BYTES:
             raise UserError(f"measuring takes {format_bytes(PROFILED_HOST_BYTES)} of host memory.")
-        context = PlannerContext(training_of(settings).among(share), device, limits, job.ssd)
+        context = PlannerContext(job.planned.training.among(share), device, limits, job.ssd)
         if context.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
             profile_or_measure(context)
     except UserError as error:
-        if settings.drive_life:  # else what does not fit, the engine says with more to go by
+        if drive_life:  # else what does not fit, the engine says with more to go by
             print(f"profile  --drive-life is not applied: {error}", flush=True)
     device.release()
 
@@ -176,22 +162,13 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
         job = resolve(settings)
     print(job.header(), flush=True)
     profile_once(job)
-    interrupts.how_to_continue = settings.how_to_continue
+    interrupts.how_to_continue = job.how_to_continue
     where = ", ".join(str(path) for path in job.ssd)
-    doing = f"reading what the run has in {where}" if settings.resume else f"writing the weights to {where}"
+    doing = f"reading what the run has in {where}" if job.resume else f"writing the weights to {where}"
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
-        forget_earlier_run(settings)
+        forget_earlier_run(job)
         with activity(doing, announced=True):
-            engine = Engine(
-                **engine_options(job),
-                ssd=list(job.ssd),
-                leave_ssd=settings.drives_to_leave,
-                device=job.device,
-                run_name=job.run_name,
-                resume=settings.resume,
-                overwrite=settings.overwrite,
-                batch_shape=(job.rows, job.seq_len),
-            )
+            engine = Engine(job.checkpoint or job.model, job.engine)
         stack.enter_context(engine)
         try:
             check_same_run(job, engine)
@@ -202,13 +179,13 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
             with activity(f"stopping in step {step}: what is committed stays"):
                 engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped in step {step}; {committed}. {settings.how_to_continue}") from None
+            raise Stopped(f"stopped in step {step}; {committed}. {job.how_to_continue}") from None
         except UserError:
             raise
         except Exception as error:
             engine.close()
             if not isinstance(error, NonFiniteLoss):  # which is reported already
                 error.add_note(f"Step {engine.committed_step} is committed.")
-            error.add_note(settings.how_to_continue)
+            error.add_note(job.how_to_continue)
             raise
     job.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from cli.job.data import write_chat_template
 from cli.job.job import Job, TrainedModel
 from cli.options.settings import RUN
 from cli.report.log import METRICS, MetricsLogger
@@ -95,11 +94,11 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
 
     If the user stops the run, raise KeyboardInterrupt, or with several ranks Stopped.
     """
-    settings, model, done = job.settings, trainer.model, trainer.model.step_count
+    model, done = trainer.model, trainer.model.step_count
     if process.is_rank0 and trainer.is_resumed:
         restarted = " (restarted: a rank was lost)" if process.restarted else ""
         print(f"resume   after step {done:,} of {job.steps:,}{restarted}", flush=True)
-        for change in settings.changes:
+        for change in job.changes:
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
     tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
@@ -109,8 +108,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         if process.is_rank0:
             logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step))
         after = AfterStep(job, trainer, process, logger)
-        steps = range(done + 1, 1 if settings.export else job.steps + 1)
-        if not settings.export:
+        steps = range(done + 1, 1 if job.export else job.steps + 1)
+        if not job.export:
             after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
         lap, was_interrupted = Lap(trainer), True
         for step in steps:
@@ -135,14 +134,14 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 rate = tokens / seconds
                 per_device = rate / process.world_size
                 took = step_metrics(result, seconds, per_device, per_device * flops_per_token, lap.usage, moved)
-                epoch = f", epoch {step * settings.batch_size / job.batches.rows:.2f}" if settings.data else ""
+                epoch = "" if job.tokenizer is None else f", epoch {step * job.batch_size / job.batches.rows:.2f}"
                 bound_by = f", bound by {bound(result.busy_seconds)}" if result.busy_seconds else ""
                 text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
                 logger.step(step, result, lr, took, text)
             trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
-                raise Stopped(f"stopped after step {step}, which is committed. {settings.how_to_continue}")
+                raise Stopped(f"stopped after step {step}, which is committed. {job.how_to_continue}")
             was_interrupted = after.run(step)
             if was_interrupted:
                 lap = Lap(trainer)
@@ -155,7 +154,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         trainer.finish()
     summary.add_moved(lap.next()[1])
     process.enter("after the last step")
-    is_saved = settings.save and not after.time_is_up
+    is_saved = job.save and not after.time_is_up
     if is_saved:
         _export(job, trainer, process.is_rank0)
     if not process.is_rank0:
@@ -164,7 +163,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         print(after.last_words, flush=True)
     if summary.steps:
         print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
-    elif not settings.export:
+    elif not job.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
 
@@ -188,7 +187,7 @@ class AfterStep:
     def __init__(
         self, job: Job, trainer: Trainer, process: Interrupts | RankProcess, logger: MetricsLogger | None
     ) -> None:
-        self._job, self._settings = job, job.settings
+        self._job = job
         self._trainer, self._process, self._logger = trainer, process, logger
         self._folder = job.output / FOLDER
         self._losses = read_evaluations(job.output / RUN / METRICS, trainer.model.step_count)
@@ -199,7 +198,7 @@ class AfterStep:
         """Return whether an evaluation is due: before the first step, after the last, and as ``--eval-every`` says."""
         if self._job.held_out is None or step in self._losses:
             return False
-        every = self._settings.eval_every
+        every = self._job.eval_every
         return step in (0, self._job.steps) or (every is not None and step % every == 0)
 
     def run(self, step: int) -> bool:
@@ -209,26 +208,26 @@ class AfterStep:
     def is_over(self) -> bool:
         """Return whether evaluations have found nothing better for as long as ``--patience`` waits."""
         best, since = best_of(self._losses)
-        if self._settings.patience is None or since < self._settings.patience:
+        if self._job.patience is None or since < self._job.patience:
             return False
         loss = self._losses.get(best, math.nan)
         self.last_words = (
             f"ended early: no evaluation was better than that of step {best:,} (loss {loss:.4f}) "
-            f"{since} times in a row (--patience {self._settings.patience})"
+            f"{since} times in a row (--patience {self._job.patience})"
         )
         return True
 
     def is_late(self, step: int, seconds: float) -> bool:
         """Return whether another step like the last one, of ``seconds``, would go beyond ``--max-hours``."""
-        settings = self._settings
-        if settings.max_hours is None or step == self._job.steps:
+        job = self._job
+        if job.max_hours is None or step == job.steps:
             return False
-        late = time.time() - settings.started_at + seconds > settings.max_hours * 3600
+        late = time.time() - job.started_at + seconds > job.max_hours * 3600
         self.time_is_up = self._process.agree(late)
         if self.time_is_up:
             self.last_words = (
-                f"ended after step {step:,} of {self._job.steps:,}, which is committed: another one would go "
-                f"beyond --max-hours {settings.max_hours:g}. {settings.how_to_continue}"
+                f"ended after step {step:,} of {job.steps:,}, which is committed: another one would go "
+                f"beyond --max-hours {job.max_hours:g}. {job.how_to_continue}"
             )
         return self.time_is_up
 
@@ -245,19 +244,19 @@ class AfterStep:
         return True
 
     def _save_best(self, step: int) -> bool:
-        if self._settings.save_every is None or not step or best_of(self._losses)[0] != step:
+        if self._job.save_every is None or not step or best_of(self._losses)[0] != step:
             return False
         evaluation, file = {"step": step, "loss": self._losses[step]}, self._folder / BEST / EVALUATION
         return self._checkpoint(BEST, lambda: json.loads(file.read_text()) == evaluation, evaluation)
 
     def _save(self, step: int) -> bool:
-        every = self._settings.save_every
+        every = self._job.save_every
         if every is None or not step or step % every or step == self._job.steps:
             return False
         path = self._folder / f"{_STEP}{step}"
         is_new = self._checkpoint(path.name, path.is_dir)
         if self._process.is_rank0:
-            for old in regular_checkpoints(self._folder, step)[: -self._settings.keep]:
+            for old in regular_checkpoints(self._folder, step)[: -self._job.keep]:
                 shutil.rmtree(old)
         return is_new
 
@@ -339,10 +338,9 @@ def evaluate(
 
 
 def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
-    settings = job.settings
-    what = f"writing the {'adapters' if settings.trains_adapters else 'checkpoint'} to {job.output}"
+    what = f"writing the {'adapters' if job.adapters else 'checkpoint'} to {job.output}"
     if is_rank0:
-        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if settings.export else ""
+        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.export else ""
         print(f"{what}{done}", flush=True)
     with activity(what):
         _save(job, trainer.model, job.output, is_rank0)
@@ -352,17 +350,17 @@ def _save(job: Job, model: TrainedModel, directory: Path, is_rank0: bool) -> Non
     """Write what was trained for others to load, with its chat template. Collective."""
     model.save_pretrained(directory)
     if is_rank0:
-        write_chat_template(job.settings, directory)
+        job.template.write(directory)
 
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
-    settings, (kept, place) = job.settings, location
+    kept, place = location
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if is_saved:
-        loads = "PeftModel" if settings.trains_adapters else job.task_type.auto_class
+        loads = "PeftModel" if job.adapters else job.task_type.auto_class
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if settings.trains_adapters and job.checkpoint is not None:
+        if job.adapters and job.checkpoint is not None:
             words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
             lines["to merge"] = shlex.join(map(str, words))
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

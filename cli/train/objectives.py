@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cli.job.job import Job
-from cli.options.settings import RUN, Settings
+from cli.options.settings import RUN
 from cli.report.results import EvaluationResult
 from common.activity import activity
 from common.data import Batches, PackedBatches
@@ -22,20 +22,19 @@ from common.data.batches import REFERENCE
 from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
+from common.models.adapters.options import AdapterOptions
 from fuyou import Engine
 from fuyou.objectives.losses import BatchNumbers, Learned, Objective, SumOverRanks, alone
 
 Batch = dict[str, torch.Tensor]
 
 
-def objective_of(settings: Settings) -> Objective | None:
-    """Return the objective that the settings name; None: the engine's own loss."""
-    if settings.traits.loss is None:
+def objective_of(job: Job) -> Objective | None:
+    """Return what computes the loss of a job; None: the engine does."""
+    if job.traits.loss is None:
         return None
-    module, _, name = settings.traits.loss.rpartition(".")
-    objective: Objective = getattr(importlib.import_module(module), name)(
-        **{option: getattr(settings, option) for option in settings.traits.options}
-    )
+    module, _, name = job.traits.loss.rpartition(".")
+    objective: Objective = getattr(importlib.import_module(module), name)(**job.objective_options)
     return objective
 
 
@@ -137,14 +136,14 @@ class ReferencePass:
             return
         # Once trained, a model is no longer its reference; without new adapters, which began as no change, it still is.
         begun = self.engine.step_count > 0
-        if begun and job.settings.lora_rank is None:
+        if begun and not isinstance(job.engine.weights.adapters, AdapterOptions):
             raise UserError(
                 f"{lacking[0][2]} is missing, damaged or of fewer steps: it had the log-probabilities of the data "
                 "under the model before training, which is trained by now. Begin a new run with --overwrite."
             )
         with self.engine.disable_adapters() if begun else nullcontext():
             for batches, steps, path in lacking:
-                batches.reference = self._computed(batches, job.settings.batch_size, steps, path)
+                batches.reference = self._computed(batches, job.batch_size, steps, path)
 
     @torch.no_grad()
     def _computed(self, batches: PackedBatches, items: int, steps: int, path: Path) -> np.ndarray:

@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 import fcdp.trainer
 from cli.job.job import Job
-from cli.job.machine import with_dtype_of_all
 from cli.job.resolve import check_start, resolve
-from cli.job.resumed import check_same_run, committed, decided, forget_earlier_run
-from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, has_profile, measure_cluster, workload_of
+from cli.job.resumed import EarlierRun, check_same_run, decided, forget_earlier_run
+from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, cluster_of, has_profile, measure_cluster
 from cli.options.settings import COMMITS, Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
-from cli.train.engine_trainer import EngineTrainer, engine_options, profile_once
+from cli.train.engine_trainer import EngineTrainer, profile_once
 from cli.train.loop import Trainer, evaluate, train
 from cli.train.meeting import check_same_command, check_shared, meet
 from cli.train.process import LAUNCH, RankProcess
@@ -32,11 +31,14 @@ from common.errors import FinetuneError
 from common.store import load_manifest, remove
 from common.store.folders import remove_folder
 from common.units import format_bytes, format_seconds
+from fcdp.planner import Workload
 from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import TrainerConfig
 from fuyou import Engine
 from fuyou.checkpoint.run_files import rank_folder
+from fuyou.config import AUTO as AUTO_DTYPE
+from fuyou.engine.common_decisions import dtype_of_all
 from fuyou.layout.record import DTYPES
 from fuyou.runtime.ranks import share_of
 
@@ -48,19 +50,22 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
         check_start(settings, int(os.environ["LOCAL_WORLD_SIZE"]))
     store, placement, topology = meet(settings, rank)
     launches = check_same_command(settings, rank)
-    settings = with_dtype_of_all(settings, str(topology.device), rank.restarted)
+    if settings.dtype == AUTO_DTYPE:
+        stored = EarlierRun.of(settings).dtype if settings.resume or rank.restarted else None
+        dtype = dtype_of_all(stored, str(topology.device), all_gather_object)
+        settings = dataclasses.replace(settings, dtype=dtype)
     job = _prepare(settings, rank, store)
     if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)
     check_shared(job.output)
-    open_ = open_trainer if settings.ssd else InMemoryTrainer
+    open_ = InMemoryTrainer if job.in_memory else open_trainer
     with activity("reading the weights, on every rank", announced=rank.is_rank0):
         trainer = open_(job, topology, rank, launches)
     try:
         train(job, trainer, rank)
     except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
         if trainer.can_continue_after(error):
-            error.add_note(job.settings.how_to_continue)
+            error.add_note(job.how_to_continue)
         raise
     dist.barrier()
     trainer.model.close()
@@ -71,11 +76,10 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
 
 def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
     if rank.is_rank0:
-        if not rank.restarted:
-            forget_earlier_run(settings)
         with activity("preparing the run: model, memory, data", announced=True):
             job = resolve(settings)
         if not rank.restarted:
+            forget_earlier_run(job)
             print(job.header(), flush=True)
         store.set("prepared", "")
         return job
@@ -99,11 +103,10 @@ def open_trainer(job: Job, topology: Topology, rank: RankProcess, launches: Coll
 
 
 def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Engine:
-    settings = job.settings
     folders = [path / job.run_name for path in job.ssd]
-    leaving = [path / job.run_name for path in settings.drives_to_leave]
+    leaving = job.engine.store.folders_to_leave
     name = rank_folder(topology.local_rank)
-    continued = settings.resume or _is_restart(folders[0] / name, launches)
+    continued = job.resume or _is_restart(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
         if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
@@ -112,17 +115,17 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
             for path in folder.glob(rank_folder("*")):
                 if path.name not in here:
                     remove_folder(path, shared=True)
-    return Engine(
-        **engine_options(job),
+    config = job.engine.with_options(
         ssd=folders,
         leave_ssd=[path for path in leaving if continued and path.is_dir()],
         device=topology.device,
         run_name=name,
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
-        batch_shape=(-(-settings.batch_size // topology.world_size) * settings.traits.rows, job.seq_len),
+        batch_shape=(-(-job.batch_size // topology.world_size) * job.batches.rows_per_item, job.seq_len),
         topology=topology,
     )
+    return Engine(job.checkpoint or job.model, config)
 
 
 def _is_restart(folder: Path, launches: Collection[str]) -> bool:
@@ -137,8 +140,8 @@ class InMemoryTrainer(Trainer):
 
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         self.model = self._trainer = trainer = _open_commits(job, topology, launches)
-        self.is_resumed = job.settings.resume or rank.restarted
-        sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
+        self.is_resumed = job.resume or rank.restarted
+        sent_bytes = trainer.planned_sent_bytes(job.batch_size)
         self.plan = {"strategy": trainer.sharding.strategy.name, "sent_bytes_per_step": sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))
         self._job, self._rank = job, rank
@@ -150,11 +153,11 @@ class InMemoryTrainer(Trainer):
         return StepResult(done.loss, done.grad_norm, aux_loss=done.aux_loss, sent_bytes=done.sent_bytes)
 
     def commit_if_due(self, step: int) -> None:
-        if step % self._job.settings.commit_interval == 0:
+        if step % self._job.engine.store.commit_every == 0:
             self._trainer.commit()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
+        return evaluate(batches, self._job.batch_size, self._trainer.eval_loss)
 
     def stop_requested(self) -> bool:
         return self._stop_requested
@@ -173,19 +176,25 @@ class InMemoryTrainer(Trainer):
 
 
 def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fcdp.trainer.Trainer:
-    settings = job.settings
-    directory = job.output / COMMITS
-    names = {field.name for field in dataclasses.fields(TrainerConfig)} - {"strategy"}
-    cache = settings.engine.host_cache
+    directory, engine = job.output / COMMITS, job.engine
+    cache, options = engine.host_cache, engine.optimizer
     config = TrainerConfig(
-        **settings.named(names),
         strategy=_strategy(job, topology, launches),
+        dtype=engine.dtype,
+        betas=engine.adam.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        micro_batch=engine.memory.micro_batch,
+        seed=engine.seed,
         host_cache_bytes=None if cache is None else cache // topology.ranks_per_node,
-        towers=settings.engine.towers,
+        device_cache_threshold=job.device_cache_threshold,
+        towers=engine.towers,
+        router_loss=engine.router_loss,
     )
-    adapters = settings.engine.adapters if settings.adapter is None else settings.adapter.expanduser()
-    trainer = fcdp.trainer.Trainer(job.checkpoint or settings.model, topology, config, directory, adapters)
-    if broadcast_from_rank0(lambda: _is_continued(settings, launches)):
+    adapters = engine.adapters if engine.saved_adapter is None else engine.saved_adapter.directory
+    trainer = fcdp.trainer.Trainer(job.checkpoint or job.model, topology, config, directory, adapters)
+    if broadcast_from_rank0(lambda: _is_continued(job, launches)):
         trainer.resume()
     else:
         trainer.begin()
@@ -197,49 +206,57 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
     measured before if nobody has described it. Collective.
     """
-    settings = job.settings
-    if settings.strategy not in (None, AUTO):
-        return settings.strategy
-    unnamed = settings.strategy is None and settings.cluster is None
+    if job.strategy not in (None, AUTO):
+        return job.strategy
+    profile, cluster = job.output / PROFILE, job.cluster
+    unnamed = job.strategy is None and cluster is None
     if unnamed and (topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))):
         return DEFAULT
-    has_measured = broadcast_from_rank0(lambda: has_profile(settings, topology.levels))
-    if settings.cluster in (None, AUTO):
-        path = settings.output_directory / PROFILE
+    micro_batch, micro_batches = _micro_batches(job, topology)
+    has_measured = broadcast_from_rank0(lambda: has_profile(profile, topology.levels))
+    if cluster in (None, AUTO):
         if not has_measured:
-            micro_batch, _ = _micro_batches(settings, topology)
-            measure_cluster(settings, topology, micro_batch, job.seq_len)
-        settings = dataclasses.replace(settings, cluster=str(path))
-    name: str = broadcast_from_rank0(lambda: _choose(job, settings, topology))
+            measure_cluster(job.config, profile, topology, micro_batch, job.seq_len, job.engine.dtype)
+        cluster = str(profile)
+
+    def choose() -> str:
+        workload = Workload.of_model(
+            job.config,
+            seq_len=job.seq_len,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            trainable_ratio=min(1.0, job.adapter_parameters / job.parameters) if job.adapters else 1.0,
+            dtype_bytes=DTYPES[job.engine.dtype].itemsize,
+            cache_threshold=job.device_cache_threshold,
+            router_loss=job.engine.router_loss,
+        )
+        levels = topology.levels
+        choice = choose_strategy(cluster_of(cluster, job.levels, levels.nodes, levels.ranks_per_node), workload, levels)
+        seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
+        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+        return choice.name
+
+    name: str = broadcast_from_rank0(choose)
     return name
 
 
 def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
-    measured = (job.settings.output_directory / PROFILE).exists()
-    return not measured and _is_continued(job.settings, launches)
+    measured = (job.output / PROFILE).exists()
+    return not measured and _is_continued(job, launches)
 
 
-def _micro_batches(settings: Settings, topology: Topology) -> tuple[int, int]:
+def _micro_batches(job: Job, topology: Topology) -> tuple[int, int]:
     """Return the sequences that a rank computes at once, and how often it does in a step."""
-    rows = settings.batch_size / topology.world_size
-    micro_batch = min(settings.micro_batch or math.ceil(rows), math.ceil(rows))
+    rows = job.batch_size / topology.world_size
+    micro_batch = min(job.engine.memory.micro_batch or math.ceil(rows), math.ceil(rows))
     return micro_batch, math.ceil(rows / micro_batch)
 
 
-def _choose(job: Job, settings: Settings, topology: Topology) -> str:
-    micro_batch, micro_batches = _micro_batches(settings, topology)
-    workload = workload_of(settings, job.seq_len, micro_batch, micro_batches, DTYPES[settings.dtype].itemsize)
-    choice = choose_strategy(settings, workload, topology.levels)
-    seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
-    print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
-    return choice.name
-
-
-def _is_continued(settings: Settings, launches: Collection[str]) -> bool:
+def _is_continued(job: Job, launches: Collection[str]) -> bool:
     """Return whether to continue from a commit: with ``--resume``, or where one of these launches had a part in it, as
     a rank was lost.
 
     If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
     """
-    commit = committed(settings) or {}
-    return settings.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))
+    commit = EarlierRun(job.output, (), in_memory=True).commit or {}
+    return job.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))

@@ -93,7 +93,7 @@ def test_the_unexpected(
     def fail(path: object) -> None:
         raise RuntimeError("no luck\ntoday.")
 
-    monkeypatch.setattr("cli.job.resolve.load_config", fail)
+    monkeypatch.setattr("cli.job.model.load_config", fail)
     assert main(["--model", str(checkpoint), "--data", "random", *(["--debug"] if debug else [])]) == 1
     err = capfd.readouterr().err
     last = "finetune: error: RuntimeError: no luck today."

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,22 +11,29 @@ import pytest
 from transformers import LlamaConfig
 
 from cli.job.job import Job
+from cli.job.machine import PlannedRun
+from cli.job.model import ChatTemplate
 from cli.job.resolve import _check_space
-from cli.job.resumed import check_same_run
+from cli.job.resumed import check_same_run, fixed_options
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import RandomBatches
 from common.errors import UserError
+from common.models.task_type import TaskType
+from common.units import format_bytes
 
 
 def job(**changes: Any) -> Job:
-    given = {name: changes.pop(name) for name in ("seed", "schedule") if name in changes}
+    given = {name: changes.pop(name) for name in ("seed", "schedule", "data", "truncate") if name in changes}
     settings = Settings(model="m", batch_size=4, dtype="bf16", **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=100)
     made = Job(
-        settings=settings, config=LlamaConfig(), architecture="LlamaForCausalLM", vocab_size=100, parameters=10**6,
-        checkpoint=None, gpu=None, output=Path("out"), ssd=(Path("ssd"),), run_name="store", seq_len=16,
-        batches=RandomBatches(100, 16, 4), data_key="abc", learning_rate=rate,
+        model="m", config=config, architecture="LlamaForCausalLM", task_type=TaskType.CAUSAL_LM, vocab_size=100,
+        parameters=10**6, checkpoint=None, template=ChatTemplate(None, date.today()), gpu=None, output=Path("out"),
+        ssd=(Path("ssd"),), run_name="store", seq_len=16, batch_size=4, batches=RandomBatches(100, 16, 4),
+        data_key="abc", learning_rate=rate, engine=settings.engine, fixed=fixed_options(settings),
+        planned=PlannedRun(config, 4, 16, settings.engine, None, False, "cpu", [Path("ssd")]),
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -61,7 +69,7 @@ def test_another_setting_is_rejected_by_name(change: dict[str, Any], message: st
 
 def test_what_becomes_of_long_records_is_fixed() -> None:
     def of(truncate: bool, **changes: Any) -> Job:
-        return replace(job(**changes), settings=replace(job().settings, data=("a",), truncate=truncate))
+        return job(data=("a",), truncate=truncate, **changes)
 
     engine = begun(of(False))
     with pytest.raises(UserError, match="began with --drop-long, and now it is --truncate"):
@@ -86,16 +94,17 @@ def test_a_constant_rate_may_run_longer_but_not_end_before_now() -> None:
 
 
 def test_the_header_says_what_it_will_cost() -> None:
-    header = job().header()
-    assert "1 M parameters" in header and "ssd/store: 22.9 MiB" in header and "10 of 4 x 16 tokens" in header
-    made = job(settings=replace(job().settings, optimizer="adamw8bit"))
-    assert made.store_bytes == 2 * 5.0625 * 10**6
+    made = job()
+    assert made.store_bytes == made.planned.training.record_bytes
+    lines = ("1 M parameters", f"ssd/store: {format_bytes(made.store_bytes)}", "10 of 4 x 16 tokens")
+    assert all(line in made.header() for line in lines)
 
 
 def test_room_for_every_checkpoint_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at the end, the two newest on the way, and the best: 8 MB of bf16, next to a store of 24 MB."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    saving = replace(job(output=tmp_path, ssd=(tmp_path,)), settings=replace(job().settings, save_every=2))
+    monkeypatch.setattr(Job, "store_bytes", 24 * 10**6)
+    saving = job(output=tmp_path, ssd=(tmp_path,), save_every=2)
     saving = replace(saving, held_out=saving.batches)
     for free in (32 * 10**6, 31 * 10**6):
         with (

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from cli.job.machine import with_dtype, with_dtype_of_all
+from cli.job.machine import plan_at_hand
+from cli.job.resumed import EarlierRun
 from cli.main import main
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
@@ -18,7 +17,7 @@ from cli.options.settings import Settings
 def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this machine's CPU is fast in; may be changed. All other hardware is fast in bf16."""
     answer = ["fp32"]
-    for module in ("cli.job.machine", "fuyou.engine.common_decisions"):
+    for module in ("cli.job.machine", "cli.job.resolve", "fuyou.engine.common_decisions"):
         monkeypatch.setattr(f"{module}.fastest_dtype", lambda kind: answer[0] if kind == "cpu" else "bf16")
     return answer
 
@@ -39,8 +38,8 @@ def test_a_run_says_what_it_computes_in_and_continues_in_that(
 
 
 def test_what_is_requested_is_not_decided(fastest: list[str]) -> None:
-    assert with_dtype(Settings(model="m", gpu="cpu")).dtype == "fp32"
-    assert with_dtype(Settings(model="m", gpu="cpu", dtype="bf16")).dtype == "bf16"
+    for dtype, decided in (("auto", "fp32"), ("bf16", "bf16")):
+        assert plan_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").engine.dtype == decided
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
@@ -55,32 +54,7 @@ def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
     assert plans[0] == plans[1] != plans[2]
 
 
-class Others:
-    """All ranks in one process: what each would send, in turn, and then what each receives."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._patch = monkeypatch
-
-    def decide(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
-        told: list[Any] = []
-        self._patch.setattr("common.communication.all_gather_object", lambda value: told.append(value) or told)
-        self._all(ranks)
-        everyone = list(told)
-        self._patch.setattr("common.communication.all_gather_object", lambda value: everyone)
-        return self._all(ranks)
-
-    def _all(self, ranks: list[tuple[Settings, str, bool]]) -> list[str]:
-        result = []
-        for number, arguments in enumerate(ranks):
-            self._patch.setattr(dist, "get_rank", lambda number=number: number)
-            result.append(with_dtype_of_all(*arguments).dtype)
-        return result
-
-
-def test_a_run_in_memory_continues_in_what_its_commit_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fastest: list[str]
-) -> None:
+def test_a_run_in_memory_continues_in_what_its_commit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.newest", lambda commits: 3)
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"})
-    settings = Settings(model="m", nodes=1, output=tmp_path, resume=True)
-    assert Others(monkeypatch).decide([(settings, "cpu", False)]) == ["bf16"]
+    assert EarlierRun.of(Settings(model="m", nodes=1, output=tmp_path, resume=True)).dtype == "bf16"

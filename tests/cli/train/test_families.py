@@ -3,13 +3,11 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli.job.data import tokenizer_of
 from common.data import DataConfig, open_data
 from tests.cli.conftest import Finetune
 from tests.helpers.models.small_models import small_config
@@ -42,7 +40,7 @@ def test_rows_are_not_packed_and_losses_are_the_familys_own(
     config = DataConfig((str(data),), 96, 2, packed=False, labels_ahead=family.name == "bart", shuffle=False)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        batches = open_data(config, tokenizer_of(SimpleNamespace(chat_template=None), family, None), tmp_path / "again")  # type: ignore[arg-type]
+        batches = open_data(config, AutoTokenizer.from_pretrained(family), tmp_path / "again")
         total, tokens = 0.0, 0
         for step in range(batches.steps_per_epoch):
             batch = batches.batch(step)
