@@ -219,21 +219,20 @@ def _loading(settings: Settings) -> Iterator[None]:
 
 def _check_inputs(settings: Settings, has_data: bool) -> None:
     """Reject what is missing before PyTorch is loaded."""
-    if settings.command == "plan" and settings.max_model == bool(settings.model):
-        if settings.max_model:
-            raise UserError("--max-model looks for the model itself: leave --model out.")
-        largest = "" if settings.plans_cluster else ", or ask for the largest with --max-model"
-        raise UserError(f"Give the model to plan for, --model DIR or --model PRESET{largest}.")
-    if settings.command == "train" and not settings.model:
-        raise UserError("Give the model to fine-tune with --model DIR or --model PRESET, or try finetune demo.")
+    missing = {
+        "train": "Give the model to fine-tune with --model DIR or --model PRESET, or try finetune demo.",
+        "plan": "Give the model to plan for, --model DIR or --model PRESET; --max-model finds the largest.",
+        "chat": "Give what to chat with: finetune chat --model DIR, or --model BASE --adapter DIR.",
+        "evaluate": "Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.",
+    }
+    if settings.command in missing and not (settings.model or settings.max_model):
+        raise UserError(missing[settings.command])
+    if settings.command == "evaluate" and not settings.data:
+        raise UserError(missing["evaluate"])
     if settings.command == "train" and not (has_data or settings.resume):
         raise UserError(
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
-    if settings.command == "chat" and not settings.model:
-        raise UserError("Give what to chat with: finetune chat --model DIR, or --model BASE --adapter DIR.")
-    if settings.command == "evaluate" and not (settings.model and settings.data):
-        raise UserError("Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.")
     if settings.model:
         with naming("--model"):
             check_model(settings.model)

@@ -54,8 +54,9 @@ class Declaration:
     alone: bool = False  # Whether it may be given without its value, which then is True
     presets: str | None = None  # Kind of presets that can be named (:func:`common.files.preset_files`)
     patterns: bool = False  # Whether words may be quoted patterns of file names
-    excludes: str | None = None
-    """Name of an option of which a run cannot have both: one on the command line undoes the other in a file."""
+    excludes: str = ""
+    """Names of options that a run cannot have, too: one on the command line undoes the other in a file."""
+    needs: str = ""  # Names of options without any of which it does nothing
     of_call: bool = False  # Whether it belongs to a call, not to the run, whose own configuration leaves it out
     fixed: bool = False
     """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
@@ -102,14 +103,7 @@ def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
     return declaration
 
 
-class WholeNumber(click.IntRange):
-    """An integer in a range; the error message spells the range out."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return _in_range(self, click.INT.convert(value, param, ctx), value, param, ctx)
-
-
-class TokenCount(WholeNumber):
+class TokenCount(click.IntRange):
     """A number of tokens, also as 64K (65,536) or 1M (1,048,576)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -122,27 +116,9 @@ class FiniteFloat(click.FloatRange):
     """A number in a range; neither NaN, which is in no range and passes every comparison, nor infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = click.FLOAT.convert(value, param, ctx)
-        if not math.isfinite(number):
+        if not math.isfinite(click.FLOAT.convert(value, param, ctx)):
             self.fail(f"{value} is not a finite number.", param, ctx)
-        return _in_range(self, number, value, param, ctx)
-
-
-def _in_range(
-    numbers: click.IntRange | click.FloatRange,
-    number: Any,
-    written: Any,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> Any:
-    low, high, wrong = numbers.min, numbers.max, None
-    if low is not None and (number <= low if numbers.min_open else number < low):
-        wrong = f"{'more than' if numbers.min_open else 'at least'} {low:g}"
-    if high is not None and (number >= high if numbers.max_open else number > high):
-        wrong = f"{'less than' if numbers.max_open else 'at most'} {high:g}"
-    if wrong is not None:
-        numbers.fail(f"it must be {wrong}, not {written}.", param, ctx)
-    return number
+        return super().convert(value, param, ctx)
 
 
 class ParsedValue(click.ParamType):
@@ -170,8 +146,8 @@ def _parse_budget(text: str) -> int:
 
 SIZE = ParsedValue("size", parse_bytes)
 BUDGET = ParsedValue("size", _parse_budget)  # A size in which something must fit
-POSITIVE = WholeNumber(min=1)
-COUNT = WholeNumber(min=0)
+POSITIVE = click.IntRange(min=1)
+COUNT = click.IntRange(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)
 ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)

@@ -183,7 +183,11 @@ class WeightsConfig:
     trainable: Sequence[str] | None = None
     """Names of the parameters that are trained (``*`` stands for anything); the others are frozen also."""
     frozen_dtype: str | None = option(
-        None, type=("checkpoint", "int8", "nf4", "plain"), commands=Command.MODEL, heading="Adapters"
+        None,
+        type=("checkpoint", "int8", "nf4", "plain"),
+        commands=Command.MODEL,
+        heading="Adapters",
+        needs="lora_rank peft_config adapter",
     )
     """Store the frozen weights in fewer bits: rounded once (int8, nf4), or in the bytes of a compressed checkpoint.
     They compute in ``dtype``. Default: checkpoint if it is compressed, else plain, as ``dtype``.

@@ -132,6 +132,8 @@ class DataSource:
 
 @dataclass(frozen=True)
 class _Opener:
+    """Opens the files of a data source for a model."""
+
     source: DataSource
     config: DataConfig  # But for the files
     model: ModelChoice

@@ -41,7 +41,7 @@ class ChatTemplate:
         return cls(None if name is None else chat_template_named(name), day)
 
     def of(self, holder: Any) -> Any:
-        """Return the template to use in the place of that of a tokenizer or processor."""
+        """Return the template for a tokenizer or processor."""
         return dated(holder.chat_template if self.text is None else self.text, self.day)
 
     def write(self, directory: Path) -> None:

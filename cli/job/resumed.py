@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.options.command import parse_command_line
-from cli.options.config_file import options_in_files
+from cli.options.config_file import REMOVED, options_in_files
 from cli.options.settings import COMMITS, CONFIG, RUN, Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import SavedAdapter, load_peft_config
@@ -94,7 +94,7 @@ class EarlierRun:
 
     @property
     def dtype(self) -> str | None:
-        """What it computes in; None if it does not say so."""
+        """What it computes in, if that is known."""
         names, commit = {str(dtype): name for name, dtype in DTYPES.items()}, self.commit or {}
         return commit.get("--dtype") or names.get(str(commit.get("dtype")))
 
@@ -178,6 +178,8 @@ def fixed_options(settings: Settings) -> dict[str, Any]:
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     options = options_in_files(parse_command_line([]))
     for name in sorted(name for name in before.keys() - {option.opts[0] for option in options} if name[0] == "-"):
+        if REMOVED.get(name[2:]) == before[name]:
+            continue
         raise UserError(
             f"--resume: this run began with {name} {before[name]}, which this version does not have. Begin a new run."
         )

@@ -43,9 +43,9 @@ class OutputSettings:
     """Write no checkpoint at the end."""
     save_every: int | None = option(None, "N", POSITIVE)
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
-    keep: int = option(2, "K", POSITIVE)
+    keep: int = option(2, "K", POSITIVE, needs="save_every")
     """How many checkpoints of --save-every to keep."""
-    export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True)
+    export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True, needs="resume")
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
@@ -70,30 +70,42 @@ class DataSettings:
     directory:split), quoted patterns, or hub data sets in the local cache (owner/name, owner/name:split). FILE=0.7
     sets a data set's share of all rows. random: random tokens, to measure throughput."""
     columns: tuple[str, ...] = option(
-        (), "NAME=COLUMN...", ParsedValue("column", check_column), commands=Command.RUN | Command.EVALUATE
+        (),
+        "NAME=COLUMN...",
+        ParsedValue("column", check_column),
+        commands=Command.RUN | Command.EVALUATE,
+        needs="data eval_data",
     )
     """Map your column names: prompt=question completion=answer."""
-    max_records: int | None = option(None, "N", POSITIVE)
+    max_records: int | None = option(None, "N", POSITIVE, needs="data")
     """Take only the first N records of each data set."""
     chat_template: str | None = option(None, "NAME|FILE", commands=Command.RUN | Command.EVALUATE)
     """Chat template instead of the tokenizer's, saved with the result: alpaca, chatml, gemma, llama-3, mistral,
     zephyr, or a Jinja file."""
-    show_data: int | None = option(None, "N", POSITIVE, of_call=True, commands=Command.TRAIN)
+    show_data: int | None = option(None, "N", POSITIVE, of_call=True, commands=Command.TRAIN, needs="data")
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
     seq_len: int | None = option(None, "N", TokenCount(min=2), commands=Command.SHAPE)
     """Tokens per sequence, also as 64K or 1M. Default: 1024, or the model's context if that is shorter."""
     batch_size: int = option(8, "N", POSITIVE, commands=Command.SHAPE, fixed=True)
     """Sequences per step."""
-    truncate: bool = option(True, flags="--truncate/--drop-long", fixed=True, commands=Command.RUN | Command.EVALUATE)
+    truncate: bool = option(
+        True,
+        flags="--truncate/--drop-long",
+        fixed=True,
+        commands=Command.RUN | Command.EVALUATE,
+        needs="data eval_data",
+    )
     """Leave out conversations and prompts with completions longer than --seq-len. By default (--truncate) they are
     cut after the last answer that fits. Both are counted; plain text continues in the next row."""
     drop_unseen: bool = option(False, commands=Command.RUN | Command.EVALUATE)
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
     eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
     """Held-out data: loss and perplexity before the first and after the last step."""
-    eval_split: float | None = option(None, "FRACTION", ParsedValue("fraction", parse_part), excludes="eval_data")
+    eval_split: float | None = option(
+        None, "FRACTION", ParsedValue("fraction", parse_part), excludes="eval_data", needs="data"
+    )
     """Hold out this share of the records of each data set instead of --eval-data: 2% or 0.02."""
-    eval_every: int | None = option(None, "N", POSITIVE)
+    eval_every: int | None = option(None, "N", POSITIVE, needs="eval_data eval_split")
     """Steps between further evaluations."""
 
 
@@ -137,7 +149,7 @@ class TrainingSettings:
 
     steps: int | None = option(None, "N", POSITIVE, excludes="epochs")
     """Steps to train. Default: one epoch with --data, 10 steps without."""
-    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps")
+    epochs: float | None = option(None, "N", ABOVE_ZERO, excludes="steps", needs="data")
     """Passes over the data."""
     warmup: Warmup = option(Warmup(0), "N|FRACTION", ParsedValue("warmup", Warmup.parse))
     """Steps, or share of all steps (0.03 or 3%), in which the learning rate rises."""
@@ -145,7 +157,7 @@ class TrainingSettings:
     """How the learning rate falls afterwards."""
     min_lr: float = option(0.0, "X", NOT_NEGATIVE, fixed=True)
     """Lowest learning rate of the schedule."""
-    patience: int | None = option(None, "N", POSITIVE)
+    patience: int | None = option(None, "N", POSITIVE, needs="eval_every")
     """Stop when N evaluations in a row have found no lower loss."""
     max_hours: float | None = option(None, "X", ABOVE_ZERO, of_call=True)
     """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
@@ -169,16 +181,18 @@ class ObjectiveSettings:
 class AdapterSettings:
     """Frozen weights, and adapters that are trained instead."""
 
-    lora_rank: int | None = option(None, "R", POSITIVE, commands=Command.MODEL, fixed=True)
+    lora_rank: int | None = option(
+        None, "R", POSITIVE, commands=Command.MODEL, fixed=True, excludes="peft_config adapter"
+    )
     """Train LoRA adapters of this rank, and freeze the weights."""
-    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True)
+    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True, needs="lora_rank")
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
-    lora_dropout: float = option(0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True)
+    lora_dropout: float = option(0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True, needs="lora_rank")
     """Share of the adapters' inputs to drop in training."""
-    lora_targets: tuple[str, ...] = option((), "NAME...", commands=Command.MODEL, fixed=True)
+    lora_targets: tuple[str, ...] = option((), "NAME...", commands=Command.MODEL, fixed=True, needs="lora_rank")
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
-    peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True)
+    peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True, excludes="adapter")
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, rank patterns, modules_to_save,
     trainable_token_indices."""
     adapter: Path | None = option(None, "DIR", commands=Command.SOURCE | Command.CHAT, fixed=True)
@@ -189,13 +203,13 @@ class AdapterSettings:
 class PlanningSettings:
     """Plans, and the hardware that they are for."""
 
-    drive: str | None = option(None, "NAME|FILE", presets="drives", commands=Command.PLAN)
+    drive: str | None = option(None, "NAME|FILE", presets="drives", commands=Command.PLAN, excludes="ssd")
     """Plan for drives of this kind, or of a .toml file in the form of configs/drives, and for the GPU of --gpu."""
     ssds: int | None = option(None, "N", POSITIVE, commands=Command.PLAN)
     """Number of drives to plan for.  [default: 1]"""
-    network: str | None = option(None, "RATE", commands=Command.PLAN)
+    network: str | None = option(None, "RATE", commands=Command.PLAN, needs="nodes")
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
-    max_model: bool = option(False, commands=Command.PLAN)
+    max_model: bool = option(False, commands=Command.PLAN, excludes="model nodes")
     """Plan the largest preset that fits."""
     cluster: str | None = option(None, "PRESET|FILE|auto", presets="clusters")
     """Hardware to plan for, or to choose a strategy for: a preset, or a profile's file. Default in a run: auto,
@@ -227,7 +241,14 @@ class EngineSettings(EngineOptions):
     ssd: tuple[str, ...] = option((), "DIR...", patterns=True, commands=Command.SOURCE, heading="Memory")
     """Directories for parameters and optimizer states, one per drive. Default: inside --output."""
     leave_ssd: tuple[str, ...] = option(
-        (), "DIR...", patterns=True, of_call=True, may_differ=True, commands=Command.TRAIN, heading="Memory"
+        (),
+        "DIR...",
+        patterns=True,
+        of_call=True,
+        may_differ=True,
+        commands=Command.TRAIN,
+        heading="Memory",
+        needs="ssd",
     )
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
     commit_every: int | None = option(  # type: ignore[assignment]

@@ -96,12 +96,12 @@ class GroupedCommand(click.Command):
             raise click.UsageError(instead, ctx) from None
         by_name = {option.name: option for option in self.options}
         for option in self.options:
-            other = option.declaration.excludes
-            if other is None or ctx.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
+            if ctx.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
                 continue
-            if ctx.get_parameter_source(other) is ParameterSource.DEFAULT_MAP:
-                ctx.meta[WRITTEN].pop(other, None)  # which is not there if its value was the default
-                ctx.params[other] = by_name[other].plain_default
+            for other in option.declaration.excludes.split():
+                if ctx.get_parameter_source(other) is ParameterSource.DEFAULT_MAP:
+                    ctx.meta[WRITTEN].pop(other, None)  # which is not there if its value was the default
+                    ctx.params[other] = by_name[other].plain_default
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -44,7 +44,10 @@ OTHER_TOOLS = {
     "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
-_REMOVED = {"optimizer-dtype": "fp32", "on-nonfinite": "stop"}
+REMOVED: dict[str, Any] = {
+    "optimizer-dtype": "fp32", "on-nonfinite": "stop", "merge": False, "dropout": False, "sample-tokens": 32,
+    "resume-auto": False,
+}  # fmt: skip
 """Options that files of earlier versions set, and the value that is the only one now."""
 _COMMANDS = ("plan", "check", "profile", "verify", "demo")
 
@@ -73,7 +76,9 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         raise UserError(f"--config {file}: this is not TOML: {error}") from error
     options = options_in_files(ctx)
     given = dict(_read(f"--config {file}", content, options))
-    excluded = {option.declaration.excludes for option in options if option.name in given} - given.keys()
+    excluded = {
+        name for option in options if option.name in given for name in option.declaration.excludes.split()
+    } - given.keys()
     before = {name: value for name, value in (ctx.default_map or {}).items() if name not in excluded}
     ctx.default_map = before | given
     return file
@@ -103,10 +108,10 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
             instead = instead_of(key)
             if key.replace("-", "_").removeprefix("no_") in of_any or (instead and value is False):
                 continue
-            if key in _REMOVED:
-                if value == _REMOVED[key]:
+            if key in REMOVED:
+                if value == REMOVED[key]:
                     continue
-                raise UserError(f"{where}: {key} was removed; {_REMOVED[key]} is the only choice now.")
+                raise UserError(f"{where}: {key} was removed; {REMOVED[key]} is the only choice now.")
             hint = instead or f"there is no option {key!r}.{did_you_mean(key.replace('_', '-'), by_key)}"
             raise UserError(f"{where}: {hint}")
         if option.name in seen:

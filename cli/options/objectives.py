@@ -75,11 +75,3 @@ OBJECTIVES = {
 """Objectives by name."""
 
 HELP = "; ".join(f"{name}: {traits.text}" for name, traits in OBJECTIVES.items())
-
-SPECIFIC = {option for traits in OBJECTIVES.values() for option in traits.options}
-"""Options that are for some objectives only."""
-
-
-def readers(option: str) -> list[str]:
-    """Return the names of the objectives that read an option."""
-    return [name for name, traits in OBJECTIVES.items() if option in traits.options]

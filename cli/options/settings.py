@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ import click
 from cli.options.all_options import AllOptions
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config, option_as_toml, options_in_files
-from cli.options.objectives import OBJECTIVES, SPECIFIC, ObjectiveTraits, readers
+from cli.options.objectives import OBJECTIVES, ObjectiveTraits
 from cli.options.option import WRITTEN, data_sets, naming, split_weight
 from common.errors import UserError
 from common.options import declaration_of, option_fields, spelled
@@ -40,17 +40,11 @@ DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 
 RANDOM = "random"  # What ``--data`` calls random tokens
 
-Rule = tuple[bool, str, str]  # Whether options may be given, their names, and why not
-
-_ALONE = "is for several nodes or ranks: add --nodes N (1 for this machine alone)"
-
-# Options that only some runs have.
+# Options that only some runs read.
 _IN_MEMORY = "strategy device_cache_threshold cluster"
-_OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
-_OUT_OF_CORE = "drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype"
-_OF_CLUSTER = (
-    "model download seq_len batch_size micro_batch nodes gpus_per_node levels lora_rank lora_targets peft_config "
-    "adapter json config debug"
+_OF_NODES = f"{_IN_MEMORY} levels gpus_per_node rdzv_endpoint node_timeout max_restarts"
+_OUT_OF_CORE = (
+    "ssd drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype trace"
 )
 
 
@@ -68,100 +62,45 @@ class Settings(AllOptions):
     """When this call began, in seconds since 1970."""
 
     def __post_init__(self) -> None:
-        self._check_pairs()
-        self._apply(self._rules())
-        self._check_objective()
-        if self.command != "plan":  # which takes any number of devices that are not here
-            self._apply(self._rules_of_nodes())
-
-    def check_plan(self) -> None:
-        """Reject options that this kind of plan does not read."""
-        if self.plans_cluster and self.ssd:
-            raise UserError(
-                "--ssd is for a plan of this machine. For several nodes with SSDs, name their hardware: --gpu NAME "
-                "--drive NAME --ssds N --network 25Gbit/s; for training in memory, leave --ssd out."
-            )
-        self._apply(self._rules_of_plans())
-
-    def _apply(self, rules: Iterable[Rule]) -> None:
-        for allowed, names, why in rules:
-            for field in option_fields(Settings):
-                if not allowed and field.name in names.split() and getattr(self, field.name) != field.default:
-                    shown = "--drop-long" if field.name == "truncate" else spelled(field.name)
-                    raise UserError(f"{shown} {why}.")
-
-    def _check_pairs(self) -> None:
-        if self.steps is not None and self.epochs is not None:
-            raise UserError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them.")
-        if self.eval_split is not None and self.eval_data:
-            raise UserError("--eval-split and --eval-data both say what to evaluate with: give one of them.")
+        self._check_declarations()
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
-        if self.resume and self.overwrite:
-            raise UserError("--resume continues the run that is there and --overwrite replaces it: give one of them.")
-        says = [name for name in ("lora_rank", "peft_config", "adapter") if getattr(self, name) is not None]
-        if len(says) > 1:
-            both = " and ".join(map(spelled, says[:2]))
-            raise UserError(f"{both} both say what the adapters are: give one of them.")
-
-    def _rules(self) -> Iterator[Rule]:
-        data, held_out = bool(self.data), bool(self.eval_data) or self.eval_split is not None
-        yield data, "epochs", "counts passes over data, and there is none: give --data, or --steps instead"
-        none = "counts evaluations, and there is no data for them: add --eval-data, or --eval-split"
-        yield held_out, "eval_every patience", none
-        yield self.eval_every is not None, "patience", "counts evaluations: add --eval-every N"
-        yield data, "eval_split columns max_records show_data", "is about the records of --data: add that"
-        longer = "is about records that are longer than --seq-len: add --data"
-        yield data or bool(self.eval_data), "truncate", longer
-        yield self.resume, "export", "writes the result of an existing run: add --resume"
-        yield self.save_every is not None, "keep", "counts checkpoints of --save-every: add that"
-        yield self.resume and bool(self.ssd), "leave_ssd", "needs --resume, and --ssd for the drives that stay"
-        lora, add = "lora_alpha lora_dropout lora_targets", "add --lora-rank, --peft-config or --adapter"
-        yield self.adapter is None, lora, f"is what the adapters of --adapter {self.adapter} have already: leave it out"
-        how = "is about LoRA adapters: add --lora-rank, or put it into --peft-config's file"
-        yield self.lora_rank is not None, lora, how
-        frozen = f"{self.frozen_dtype} is about weights that are frozen: {add}"
-        yield self.trains_adapters, "frozen_dtype", frozen
-
-    def _rules_of_nodes(self) -> Iterator[Rule]:
-        if self.nodes is None:
-            yield False, f"{_OF_NODES} levels", _ALONE
-            return
-        choosing = self.strategy in (None, "auto")
-        yield choosing, "cluster", "is for choosing a strategy: give --strategy auto, or none"
-        yield not self.ssd, _IN_MEMORY, "is for training in memory, without --ssd: leave one of them out"
-        yield bool(self.ssd), _OUT_OF_CORE, "does not go with --nodes, which trains in memory unless --ssd is given"
-        only = "does not go with finetune profile --nodes, which measures the network: leave it out"
-        read = f"{_OF_CLUSTER} {_OF_NODES} output gpu dtype train_vision"
-        yield self.command != "profile", _options_but(read), only
-
-    def _rules_of_plans(self) -> Iterator[Rule]:
-        if self.plans_cluster:
-            nothing = "changes nothing in a plan for a cluster (bf16, with the hardware that --cluster describes): "
-            yield False, _options_but(f"{_OF_CLUSTER} {_IN_MEMORY}"), f"{nothing}leave it out"
-            return
-        yield False, f"{_IN_MEMORY} levels", "belongs to plans for a cluster: add --cluster"
-        yield self.nodes is not None, "network", "connects several nodes: add --nodes N"
-        yield self.nodes is not None, "gpus_per_node", _ALONE
-        yield self.nodes is None, "max_model", "is for one node: leave --nodes out"
-        by_name = "does not go with --drive, which plans for hardware by name: leave it out"
-        yield self.drive is None, "ssd output resume", by_name
-
-    def _check_objective(self) -> None:
-        objective, traits = self.objective, self.traits
-        for name in SPECIFIC.difference(traits.options):
-            *some, last = readers(name)
-            others = f"{', '.join(some)} or {last}" if some else last
-            self._apply([(False, name, f"is not known to --objective {objective}: it is for {others}")])
-        if not traits.outputs:
-            return
-        if not (self.command in ("plan", "profile") or self.data):
-            raise UserError(f"--objective {objective} {traits.learns}: give --data with {traits.data}.")
-        if self.nodes is not None and not self.ssd and self.command != "plan":
+        is_plan, traits = self.command == "plan", self.traits
+        if self.nodes is None and not is_plan:
+            self._refuse(_OF_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
+        if self.in_memory:
+            self._refuse(_OUT_OF_CORE, "is for training out of core: name drives, --ssd, or --drive in a plan")
+        elif self.nodes is not None or is_plan:
+            self._refuse(_IN_MEMORY, "is for training in memory, without --ssd and --drive")
+        if "beta" not in traits.options:
+            self._refuse("beta", "is for --objective dpo")
+        if traits.outputs and not (self.data or is_plan or self.command == "profile"):
+            raise UserError(f"--objective {self.objective} {traits.learns}: give --data with {traits.data}.")
+        if traits.outputs and self.in_memory and not is_plan:
             raise UserError(
-                f"--objective {objective} does not go with --nodes in memory: give each node drives, --ssd, or write "
-                "the loop with fuyou.Engine.tokens, which several ranks can call."
+                f"--objective {self.objective} does not go with --nodes in memory: give each node drives, --ssd, or "
+                "write the loop with fuyou.Engine.tokens, which several ranks can call."
             )
+
+    def _check_declarations(self) -> None:
+        """Reject options that exclude each other, and those that do nothing without another one."""
+        fields = option_fields(Settings)
+        given = {field.name for field in fields if getattr(self, field.name) != field.default}
+        for field in (field for field in fields if field.name in given):
+            declared = declaration_of(field)
+            shown = declared.flags.split("/")[1] if declared.flags else spelled(field.name)
+            other = next((name for name in declared.excludes.split() if name in given), None)
+            if other is not None:
+                raise UserError(f"{shown} and {spelled(other)} exclude each other: give one of them.")
+            if declared.needs and given.isdisjoint(declared.needs.split()):
+                raise UserError(
+                    f"{shown} does nothing without {' or '.join(map(spelled, declared.needs.split()))}: add that."
+                )
+
+    def _refuse(self, names: str, why: str) -> None:
+        for field in option_fields(Settings):
+            if field.name in names.split() and getattr(self, field.name) != field.default:
+                raise UserError(f"{spelled(field.name)} {why}.")
 
     @property
     def plans_cluster(self) -> bool:
@@ -256,7 +195,7 @@ class Settings(AllOptions):
     @property
     def in_memory(self) -> bool:
         """Whether several ranks train in memory."""
-        return self.nodes is not None and not self.ssd
+        return self.plans_cluster if self.command == "plan" else self.nodes is not None and not self.ssd
 
     @property
     def commit_interval(self) -> int:
@@ -350,10 +289,7 @@ def settings_of(command: str, context: click.Context, arguments: tuple[str, ...]
     changes: tuple[str, ...] = ()
     if command == "train" and (context.params["resume"]):
         context, changes = with_own_options(context, arguments)
-    settings = Settings.of_options(context.params, arguments, command=command, context=context, changes=changes)
-    if command == "plan":
-        settings.check_plan()
-    return settings
+    return Settings.of_options(context.params, arguments, command=command, context=context, changes=changes)
 
 
 def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[click.Context, tuple[str, ...]]:
@@ -374,7 +310,3 @@ def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:
         takes_own = option.name == "dtype" and after == "auto"
         if not (before == after or is_same or takes_own):
             yield f"{option.typed(after)} instead of {option.typed(before)}"
-
-
-def _options_but(names: str) -> str:
-    return " ".join(field.name for field in option_fields(Settings) if field.name not in names.split())

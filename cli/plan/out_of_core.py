@@ -75,7 +75,6 @@ DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
 def run_plan(settings: Settings) -> int:
     """Plan, print the plan, and return the exit status."""
     share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
-    settings = replace(settings, nodes=None, gpus_per_node=None)  # a rank is planned as a machine, then shared
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
     job: TrainingJob | None
     if settings.drive is None:
@@ -84,7 +83,8 @@ def run_plan(settings: Settings) -> int:
     elif settings.max_model:
         machine = _machine_by_name(settings)
         job = largest_model(
-            lambda name: plan_at_hand(replace(settings, model=name), ELSEWHERE).training, lambda job: fits(job, machine)
+            lambda name: plan_at_hand(replace(settings, model=name, max_model=False), ELSEWHERE).training,
+            lambda job: fits(job, machine),
         )
     else:
         job, machine = plan_at_hand(settings, ELSEWHERE).training, _machine_by_name(settings)

@@ -147,7 +147,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 lap = Lap(trainer)
             if after.is_late(step, seconds):
                 break
-        if not settings.export:
+        if not job.export:
             after.is_over()
     process.enter("after the last step")
     with activity("writing the last step to the drives"):

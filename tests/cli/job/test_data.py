@@ -54,8 +54,8 @@ def test_long_records_are_cut_or_left_out_and_said(finetune: Finetune, checkpoin
 
 
 def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoint: Path) -> None:
-    check(finetune("--model", checkpoint, "--drop-long"), 2, "--drop-long", "add --data")
-    check(finetune("--plan", "--model", checkpoint, "--drop-long"), 2, "--drop-long", "add --data")
+    check(finetune("--model", checkpoint, "--drop-long"), 2, "--drop-long", "without --data")
+    check(finetune("--plan", "--model", checkpoint, "--drop-long"), 2, "--drop-long", "without --data")
 
 
 @pytest.mark.parametrize(("option", "value"), [

@@ -396,7 +396,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--nodes", "2", "--optimizer", "adamw8bit"], "--optimizer does not go with --nodes"),
+    (["--nodes", "2", "--optimizer", "adamw8bit"], "--optimizer is for training out of core"),
     (["--strategy", "zero3"], "--strategy is for several nodes or ranks: add --nodes"),
     (["--nodes", "1", "--gpu", "4090"], "every rank has its own GPU"),
     (["--nodes", "4", "--gpu", "cpu", "--gpus-per-node", "4"], "less than one sequence for each of 16 ranks (4 x 4)"),

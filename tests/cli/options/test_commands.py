@@ -37,14 +37,12 @@ def test_commands_have_their_own_options() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ((*BY_NAME, "--ssd", "."), "--ssd does not go with --drive, which plans for hardware by name"),
+    ((*BY_NAME, "--ssd", "."), "--drive and --ssd exclude each other"),
     ((*BY_NAME, "--overwrite", "--lr", "1"), "finetune plan has no --overwrite, which is for finetune train"),
-    ((*BY_NAME, "--gpus-per-node", "2"), "--gpus-per-node is for several nodes or ranks"),
     (("--plan", "--model", "llama-7b", "--steps", "5", "--show-data", "1"), "finetune plan has no --show-data"),
-    (("--plan", "--model", "llama-7b", "--cluster", "a800-hdr", "--lr", "1"), "--lr changes nothing in a plan for a"),
-    (("--plan", "--model", "llama-7b", "--network", "1Gbit/s"), "--network connects several nodes: add --nodes N."),
+    (("--plan", "--model", "llama-7b", "--cluster", "a800-hdr", "--chunk", "1"), "--chunk is for training out of core"),
+    (("--plan", "--model", "llama-7b", "--network", "1Gbit/s"), "--network does nothing without --nodes: add that."),
     (("profile", "--show-data", "1"), "finetune profile has no --show-data"),
-    (("profile", "--nodes", "2", "--ssd", "."), "--ssd does not go with finetune profile --nodes"),
     (("check", "--lr", "1"), "finetune check has no --lr, which is for finetune train and finetune plan."),
     (("verify", ".", "--lr", "1"), "finetune verify has no --lr"),
     (("--model", "llama-10m", "--drive", "p5510"), "finetune train has no --drive, which is for finetune plan."),

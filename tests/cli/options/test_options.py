@@ -82,7 +82,7 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--schedule", "cosin"], "'cosine', 'linear', 'constant'"),
     ([], "--model"),
     (["--model", "m"], "There is nothing to train on: give --data FILE, or --data random"),
-    (["--model", "m", "--data", "random", "--epochs", "2"], "passes over data, and there is none"),
+    (["--model", "m", "--data", "random", "--epochs", "2"], "--epochs does nothing without --data: add that."),
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),
     (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
 ])  # fmt: skip

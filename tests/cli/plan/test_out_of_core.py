@@ -57,7 +57,7 @@ def test_the_largest_model(finetune: Finetune) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--plan", *SERVER), "--max-model"),
-    (("--plan", *SERVER, "--model", "gpt3-13b", "--max-model"), "leave --model out"),
+    (("--plan", *SERVER, "--model", "gpt3-13b", "--max-model"), "--max-model and --model exclude each other"),
     (("--plan", "--gpu", "4090", "--drive", "p5150", "--model", "gpt3-13b"), "not a drive preset"),
     (("--plan", "--drive", "p5510", "--model", "gpt3-13b"), "name the GPU as well"),
     (("--plan", "--ssds", 2, "--model", "gpt3-13b"), "name it with --drive"),

@@ -108,7 +108,7 @@ def test_the_run_directory(done: Done) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--eval-every", "5"], "there is no data for them: add --eval-data"),
+    (["--eval-every", "5"], "--eval-every does nothing without --eval-data or --eval-split"),
     (["--eval-data", "nothing.jsonl"], "There is no data file 'nothing.jsonl'"),
 ])  # fmt: skip
 def test_mistakes(finetune: Finetune, words: list[str], message: str) -> None:

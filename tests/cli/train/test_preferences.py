@@ -159,8 +159,8 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
-    (("--beta", "0.2"), "--beta is not known to --objective sft: it is for dpo"),
-    (("--beta", "0", "--objective", "dpo"), "it must be more than 0, not 0"),
+    (("--beta", "0.2"), "--beta is for --objective dpo"),
+    (("--beta", "0", "--objective", "dpo"), "0.0 is not in the range x>0"),
     (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
     (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'reward', 'classify'"),
 ])  # fmt: skip
