@@ -23,7 +23,7 @@ from fuyou.planner.simulator import Simulation, TaskRates, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
-from fuyou.schedule.tasks import ComputeTask, Op, Resource, StepList
+from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
 
 _MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated to compare
 # Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
@@ -196,6 +196,7 @@ class Evaluator:
             tasks=tasks,
             simulation=simulation,
             clipped_seconds=clipped_seconds,
+            update_seconds=update_seconds(tasks, self.rates),
             saved_flops=left_out * recomputed,
             kept_activation_bytes=tasks.kept_bytes(plan.kept_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),
@@ -268,3 +269,23 @@ def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:
         if messages[resource]:
             busy[resource] = moved[resource] / rate + messages[resource] * rates.message_seconds
     return busy
+
+
+_UPDATE_WRITES = SSD_WRITES - {Op.ACTIVATION_WRITE}
+
+
+def update_seconds(tasks: StepList, rates: TaskRates) -> float:
+    """Return the seconds of work of a step's updates: gradient downloads, Adam, and states on the SSDs."""
+    seconds = 0.0
+    for task in tasks.tasks:
+        if task.op in (Op.STATE_READ, Op.GRADIENT_READ):
+            seconds += task.nbytes / rates.read_bytes_per_second
+        elif task.op in _UPDATE_WRITES:
+            seconds += task.nbytes / rates.write_bytes_per_second
+        elif task.op is Op.UPDATE:
+            seconds += task.nbytes / rates.adam_parameters_per_second
+        elif task.op is Op.GRADIENT_DOWNLOAD:
+            seconds += task.nbytes / rates.download_bytes_per_second
+        elif task.op is Op.PARAMETER_SPREAD:
+            seconds += task.nbytes / rates.inter_node_bytes_per_second + rates.message_seconds
+    return seconds

@@ -49,6 +49,7 @@ class Plan:
     tasks: StepList | None = None  # Tasks of a step in the steady state, with the simulator's times
     simulation: Simulation | None = None  # Times at which each resource works
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
+    update_seconds: float = 0.0  # Seconds of work of the updates of one step: what deferring some of them could move
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
     kept_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
     ssd_bytes: int = 0

@@ -152,10 +152,9 @@ def _search_activation_policy(evaluator: Evaluator, best: Plan) -> Plan:
 def _better(evaluator: Evaluator, best: Plan, candidate: Candidate) -> Plan:
     """Return ``candidate`` if its step is shorter, else ``best``; skips candidates that cannot be better."""
     used = max(best.busy[resource] for resource in (Resource.SSD, Resource.ADAM, Resource.DEVICE_TO_HOST))
-    writing = best.written_bytes / evaluator.rates.write_bytes_per_second
     tight = (
         best.step_seconds <= NEAR * best.bound_seconds
-        or max(writing, best.busy[Resource.ADAM]) < WORTH * best.step_seconds
+        or best.update_seconds < WORTH * best.step_seconds
         or used < IDLE * best.step_seconds
     )
     nothing_to_gain = tight and candidate.activation_policy == best.candidate.activation_policy
