@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[3]
 COMMAND = re.compile(r"\bfinetune((?: +(?:--[a-z][a-z-]*|[\w./*:=-]+))+)")
 OF_OTHERS = {
     "--include", "--exclude", "--ntasks-per-node", "--cpus", "--cpus-per-task", "--mem", "--memory", "--nproc-per-node",
-    "--governor", "--repo-type", "--gpu-bind",
+    "--governor", "--repo-type", "--gpu-bind", "--no-deps", "--no-input", "--disable-pip-version-check", "--retries",
+    "--timeout",
 }  # fmt: skip
-"""Options of hf, srun, docker, torchrun, and cpupower."""
+"""Options of hf, srun, docker, torchrun, cpupower, and pip."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
