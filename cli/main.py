@@ -29,6 +29,7 @@ from common.hub import stay_offline
 from common.models.names import check_model
 from common.store.directories import usable_directories
 from common.units import counted
+from fuyou.optimizer.process.start import started_early
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,17 +180,18 @@ def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) ->
 
 
 def _train(settings: Settings, interrupts: Interrupts) -> None:
-    with _loading(settings):
-        from cli.job.resumed import decided
-        from cli.train.engine_trainer import finetune
+    with contextlib.nullcontext() if settings.show_data is not None else started_early():
+        with _loading(settings):
+            from cli.job.resumed import decided
+            from cli.train.engine_trainer import finetune
 
-        settings = decided(settings)
-    if settings.show_data is not None:
-        from cli.inspect.show_data import show_data
+            settings = decided(settings)
+        if settings.show_data is not None:
+            from cli.inspect.show_data import show_data
 
-        show_data(settings)
-    else:
-        finetune(settings, interrupts)
+            show_data(settings)
+        else:
+            finetune(settings, interrupts)
 
 
 def _quiet(settings: Settings) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import fuyou.optimizer.process.client
+import fuyou.optimizer.process.start
 import fuyou.optimizer.process.main
 
 
@@ -90,7 +90,7 @@ def run_forked(
     Yields:
         The task, its result or None, and where there is none, why: ``"hang"``, or how the process ended.
     """
-    fuyou.optimizer.process.client.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    fuyou.optimizer.process.start.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=_Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     gc.freeze()  # pages stay shared

@@ -4,15 +4,13 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from common.errors import FinetuneError
-from common.memory.buffers import PAGE
-from common.memory.shortage import shortage_explained
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
+from fuyou.optimizer.process.start import StartedProcess
 
 PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
 _UNKILLABLE_SECONDS = 10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
@@ -26,25 +24,12 @@ class OptimizerLink:
         self._heard_before = False  # it imports until it sends its first message
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
-        # The process inherits the memory file, so it has to exist now; its size is set later.
-        with shortage_explained(PAGE):
-            self.shared_fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fuyou.optimizer.process.main", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), self.shared_fd),
-                stdin=subprocess.DEVNULL,
-                # The user's folder must not shadow our packages: the search path is ours, without "" in front.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            started = StartedProcess.take()
         except OSError as error:
-            os.close(self.shared_fd)
-            ours.close()
             raise FinetuneError(f"The optimizer process cannot be started: {error.strerror}.") from error
-        finally:
-            theirs.close()
-        self._connection = Connection(ours.detach())
+        self.shared_fd, self._process = started.shared_fd, started.process
+        self._connection = Connection(started.connection_fd)
 
     @property
     def pid(self) -> int:

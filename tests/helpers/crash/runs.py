@@ -31,8 +31,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401 - als
 
 import fuyou
 import fuyou.engine.opening
-import fuyou.optimizer.process.client
 import fuyou.optimizer.process.main  # so that no run has to import it
+import fuyou.optimizer.process.start
 from common.data import RandomBatches
 from common.errors import FinetuneError
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -214,7 +214,7 @@ def _train(run: Run, results: Path) -> None:
     out = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(AttributeError):
         sys.stdin.close()
-    setattr(fuyou.optimizer.process.client, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
+    setattr(fuyou.optimizer.process.start, "subprocess", as_subprocess(Child))  # noqa: B010 - for mypy it is a module
     torch.set_num_threads(1)
     for path in (*run.ssd, *run.leaving):
         path.mkdir(parents=True, exist_ok=True)

@@ -141,9 +141,9 @@ def as_subprocess(popen: type[Popen] = Popen) -> SimpleNamespace:
 
 def stand_in(replace: Callable[[Any, str, Any], None], ranks: type[Popen] = Popen) -> None:
     """Have optimizer processes and ranks that this process starts forked; ``replace`` is called as ``setattr`` is."""
-    import fuyou.optimizer.process.client
+    import fuyou.optimizer.process.start
 
-    replace(fuyou.optimizer.process.client, "subprocess", as_subprocess())
+    replace(fuyou.optimizer.process.start, "subprocess", as_subprocess())
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     replace(subprocess_handler, "Popen", ranks)
