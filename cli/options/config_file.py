@@ -41,9 +41,10 @@ OTHER_TOOLS = {
     "chat-template-path": "--chat-template", "val-size": "--eval-split", "val-set-size": "--eval-split",
     "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
     "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter", "push-to-hub": "hf upload OWNER/NAME DIR",
-    "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl",
+    "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl", "report": "OUTPUT/run/metrics.jsonl",
+    "sample": "finetune chat", "merge": "finetune export --model DIR --adapter OUTPUT",
 }  # fmt: skip
-"""Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, and axolotl."""
+"""Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, axolotl, and earlier versions."""
 REMOVED: dict[str, Any] = {
     "optimizer-dtype": "fp32", "on-nonfinite": "stop", "merge": False, "dropout": False, "sample-tokens": 32,
     "resume-auto": False,

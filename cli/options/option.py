@@ -33,8 +33,8 @@ written there."""
 class GroupedOption(click.Option):
     """An option that knows its heading; with ``words``, it takes all words up to the next option.
 
-    A flag has two forms, ``--resume`` and ``--no-resume``, so that the command line can take back what a file says; the
-    help shows the one that changes something.
+    A flag has two forms, ``--overwrite`` and ``--no-overwrite``, so that the command line can take back what a file
+    says; the help shows the one that changes something.
     """
 
     def __init__(

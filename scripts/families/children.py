@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-import fuyou.optimizer.process.start
 import fuyou.optimizer.process.main
+import fuyou.optimizer.process.start
 
 
 class _Forked:
