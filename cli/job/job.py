@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate
+from cli.options.all_options import ClusterSettings, OutputSettings
 from cli.options.objectives import OBJECTIVES, ObjectiveTraits
 from cli.options.schedule import LearningRate
 from common.data import Batches
@@ -31,33 +32,16 @@ TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the da
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options that are read while a job runs, which :mod:`cli.options.all_options` describes."""
+class Job(ClusterSettings, OutputSettings):
+    """A job is a run that can begin: what it trains, on what, where, and until when."""
 
     model: str
     objective: str = "sft"
-    resume: bool = False
-    overwrite: bool = False
     batch_size: int
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    strategy: str | None = None
     cluster: str | None = None
     levels: str | None = None
-    device_cache_threshold: float = 0.9
-    save: bool = True
-    save_every: int | None = None
-    keep: int = 2
-    export: bool = False
-    eval_every: int | None = None
-    patience: int | None = None
-    max_hours: float | None = None
-    log_every: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(RunOptions):
-    """A job is a run that can begin: what it trains, on what, where, and until when."""
+    resume: bool = False
+    overwrite: bool = False
 
     config: PreTrainedConfig
     checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random

@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from cli.job.data import RANDOM_TOKENS, DataSource
-from cli.job.job import Job, RunOptions
+from cli.job.job import Job
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate, ModelChoice, trainable_parameters
 from cli.job.resumed import EarlierRun, fixed_options
 from cli.job.strategy import check_strategy
+from cli.options.all_options import ClusterSettings, OutputSettings
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data.images import ImageBatches
@@ -97,7 +98,16 @@ def resolve(settings: Settings) -> Job:
         padded=images or settings.traits.classifies,
     )
     job = Job(
-        **settings.named({item.name for item in fields(RunOptions)}),
+        **settings.named(
+            {item.name for group in (ClusterSettings, OutputSettings) for item in fields(group)} - {"output"}
+        ),
+        model=settings.model,
+        objective=settings.objective,
+        batch_size=settings.batch_size,
+        cluster=settings.cluster,
+        levels=settings.levels,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
         config=choice.config,
         checkpoint=choice.checkpoint,
         architecture=type(model).__name__,

@@ -49,6 +49,12 @@ class OutputSettings:
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
+    eval_every: int | None = option(None, "N", POSITIVE, needs="eval_data eval_split", heading="Data")
+    """Steps between further evaluations."""
+    patience: int | None = option(None, "N", POSITIVE, needs="eval_every", heading="Training")
+    """Stop when N evaluations in a row have found no lower loss."""
+    max_hours: float | None = option(None, "X", ABOVE_ZERO, of_call=True, heading="Training")
+    """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +111,6 @@ class DataSettings:
         None, "FRACTION", ParsedValue("fraction", parse_part), excludes="eval_data", needs="data"
     )
     """Hold out this share of the records of each data set instead of --eval-data: 2% or 0.02."""
-    eval_every: int | None = option(None, "N", POSITIVE, needs="eval_data eval_split")
-    """Steps between further evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +161,6 @@ class TrainingSettings:
     """How the learning rate falls afterwards."""
     min_lr: float = option(0.0, "X", NOT_NEGATIVE, fixed=True)
     """Lowest learning rate of the schedule."""
-    patience: int | None = option(None, "N", POSITIVE, needs="eval_every")
-    """Stop when N evaluations in a row have found no lower loss."""
-    max_hours: float | None = option(None, "X", ABOVE_ZERO, of_call=True)
-    """Stop cleanly after this many hours, with exit status 0, for schedulers' time limits. Continue with --resume."""
     beta1: float = option(0.9, "X", BELOW_ONE)
     """Decay of the mean of gradients."""
     beta2: float = option(0.999, "X", BELOW_ONE)
