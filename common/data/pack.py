@@ -262,9 +262,9 @@ def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]
 
         def add(row: np.ndarray, label: int = 0) -> None:
             counts.rows += 1
-            data = row.tobytes() + np.uint32(label).tobytes()
-            file.write(data + _sum(data))
-            digest.update(data)
+            tokens, number = row.tobytes(), np.uint32(label).tobytes()
+            file.write(tokens + number + _sum(tokens + number))
+            digest.update(tokens + number if label else tokens)  # of texts, that of earlier versions
 
         file.seek(_HEADER_BYTES)
         yield add
