@@ -185,11 +185,17 @@ class AdapterSettings:
         None, "R", POSITIVE, commands=Command.MODEL, fixed=True, excludes="peft_config adapter"
     )
     """Train LoRA adapters of this rank, and freeze the weights."""
-    lora_alpha: float | None = option(None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True, needs="lora_rank")
+    lora_alpha: float | None = option(
+        None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+    )
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
-    lora_dropout: float = option(0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True, needs="lora_rank")
+    lora_dropout: float = option(
+        0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+    )
     """Share of the adapters' inputs to drop in training."""
-    lora_targets: tuple[str, ...] = option((), "NAME...", commands=Command.MODEL, fixed=True, needs="lora_rank")
+    lora_targets: tuple[str, ...] = option(
+        (), "NAME...", commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+    )
     """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
     head, and experts and routers in families that peft knows."""
     peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True, excludes="adapter")

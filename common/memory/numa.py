@@ -27,12 +27,17 @@ def node_of(device: torch.device) -> int | None:
 @contextlib.contextmanager
 def prefer(node: int | None, system: Path = _SYSTEM) -> Iterator[None]:
     """Run this thread on processors of ``node``, if it may: pages come from where they are first touched."""
-    before = os.sched_getaffinity(0)
+    before, cores = os.sched_getaffinity(0), set[int]()
+    if node is not None:
+        with contextlib.suppress(OSError):  # what only makes a run faster fails none
+            cores = cores_by_node(system).get(node, set()) & before
+            if cores:
+                os.sched_setaffinity(0, cores)
     try:
-        os.sched_setaffinity(0, cores_by_node(system).get(-1 if node is None else node, set()) & before or before)
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        if cores:
+            os.sched_setaffinity(0, before)
 
 
 def cores_by_node(system: Path = _SYSTEM) -> dict[int, set[int]]:

@@ -29,7 +29,9 @@ def run_places(folders: Iterable[Path]) -> Iterator[Path]:
     They are each folder, the one next to it where a move may have been interrupted, and those of ranks in it.
     """
     for folder in folders:
-        yield from (folder, successor_folder(folder), *sorted(folder.glob(rank_folder("*"))))
+        with described("reading", folder):
+            ranks = sorted(folder.glob(rank_folder("*")))
+        yield from (folder, successor_folder(folder), *ranks)
 
 
 @dataclass

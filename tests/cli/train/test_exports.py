@@ -124,7 +124,7 @@ def test_exports_evaluate_to_what_the_run_evaluated(
         file = tmp_path / f"{objective}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         data = ("--data", file, "--eval-data", file, "--objective", objective, "--seq-len", 64, "--batch-size", 2)
-        steps = ("--steps", 4, "--lr", "1e-2", "--save-every", 2, "--eval-every", 2, "--dtype", "fp32")
+        steps = ("--steps", 4, "--lr", "3e-3", "--save-every", 2, "--eval-every", 2, "--dtype", "fp32")
         steps = (*steps, "--chat-template", "zephyr")
         where = RANKS if name.startswith("ranks") else ALONE
         done = finetune("--model", models[model], *data, *steps, *where, *options, "--output", output)
