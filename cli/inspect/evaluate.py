@@ -50,7 +50,7 @@ def run_evaluate(settings: Settings) -> None:
             smallest = min(parameters, key=lambda name: parameters[name].numel())
             config = config.with_options(trainable=[smallest])
         with activity("writing the weights to the drives", announced=True):
-            engine = stack.enter_context(Engine(job.checkpoint or job.model, config))
+            engine = stack.enter_context(Engine(job.checkpoint or job.model, config))  # type: ignore[call-arg] # the config has ssd
         assert job.held_out is not None
         with activity("evaluating", announced=True):
             result = EngineTrainer(job, engine).evaluate(job.held_out)

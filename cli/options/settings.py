@@ -72,6 +72,8 @@ class Settings(AllOptions):
             self._refuse(_OUT_OF_CORE, "is for training out of core: name drives, --ssd, or --drive in a plan")
         elif self.nodes is not None or is_plan:
             self._refuse(_IN_MEMORY, "is for training in memory, without --ssd and --drive")
+        if self.in_memory and not is_plan and self.strategy not in (None, "auto"):
+            self._refuse("cluster", "is for choosing a strategy: give --strategy auto, or none")
         if "beta" not in traits.options:
             self._refuse("beta", "is for --objective dpo")
         if traits.outputs and not (self.data or is_plan or self.command == "profile"):

@@ -168,7 +168,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
     with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
         forget_earlier_run(job)
         with activity(doing, announced=True):
-            engine = Engine(job.checkpoint or job.model, job.engine)
+            engine = Engine(job.checkpoint or job.model, job.engine)  # type: ignore[call-arg] # the config has ssd
         stack.enter_context(engine)
         try:
             check_same_run(job, engine)

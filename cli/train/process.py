@@ -1,7 +1,7 @@
 """The process that trains, alone or as one of several ranks: the signals that it hears, and how it ends.
 
 The status is a shell's for each: 130 for Ctrl-C, 143 for SIGTERM, by which job schedulers end a job, 129 for SIGHUP,
-when the terminal goes away (and not heard at all under nohup). After the last two nobody is there to press Ctrl-C
+when the terminal goes away (and not heard at all under nohup). After the last two no user is there to press Ctrl-C
 again, so they come with a deadline.
 """
 
@@ -48,7 +48,7 @@ class Stopped(Exception):
 class Interrupts:
     """Interrupts is a context in which the first signal that ends a run raises KeyboardInterrupt, and only that one.
 
-    So nobody who presses Ctrl-C twice cuts short what puts the run in order. An exception that a signal raises can get
+    So pressing Ctrl-C twice does not cut short what puts the run in order. An exception that a signal raises can get
     lost (in a destructor, in a library's callback); :meth:`enter` raises it again. If the process ends with the context
     (``ends_process``), no signal is heard after it.
     """

@@ -125,7 +125,7 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
         batch_shape=(-(-job.batch_size // topology.world_size) * job.batches.rows_per_item, job.seq_len),
         topology=topology,
     )
-    return Engine(job.checkpoint or job.model, config)
+    return Engine(job.checkpoint or job.model, config)  # type: ignore[call-arg] # the config has ssd
 
 
 def _is_restart(folder: Path, launches: Collection[str]) -> bool:
@@ -204,7 +204,7 @@ def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fc
 
 def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
-    measured before if nobody has described it. Collective.
+    measured before if no file describes it. Collective.
     """
     if job.strategy not in (None, AUTO):
         return job.strategy

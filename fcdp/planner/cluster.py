@@ -47,7 +47,7 @@ class AlphaBeta:
         if mesh.shards == 1:
             return 0.0
         if operation == "broadcast":
-            # Unlike in a gather, nobody sends while a part that it has itself goes round: all of the buffer, in turn.
+            # Unlike in a gather, no rank sends while a part that it has itself goes round: all of the buffer, in turn.
             nbytes *= mesh.shards / (mesh.shards - 1)
         moving = [
             part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)

@@ -52,7 +52,7 @@ class StoreReader:
         return dict(_joined(itertools.chain.from_iterable(slots)))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's name and fp32 master weight (if frozen, its value as it is stored).
+        """Yield every parameter's name and fp32 master weight (if frozen, its stored value).
 
         Takes memory for the master weights of one record. Collective: every rank must ask for all of them.
         """

@@ -35,7 +35,6 @@ class EngineArguments(EngineOptions):
 
     model: str | os.PathLike[str] | PreTrainedConfig = field(kw_only=False)
     config: EngineConfig | None = field(default=None, kw_only=False)
-    ssd: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()  # which a config has
 
 
 class Engine(EngineFigures):

@@ -95,7 +95,7 @@ class _Records:
     def adapter(self, name: str, entries: list[Entry]) -> int | None:
         """Make a record of the trained parameters of a group that is frozen otherwise; return its index.
 
-        None stands for no record, if nothing is trained.
+        None: nothing is trained, and there is no such record.
         """
         return self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
 

@@ -41,10 +41,11 @@ def test_a_type_checker_sees_misspelled_options(tmp_path: Path) -> None:
         'fuyou.Engine("m", ssd=".", lr=1e-4, batch_shape=(4, 32))\n'
         'fuyou.Engine("m", ssd=".", learning_rate=1e-4)\n'
         'fuyou.Engine("m", ssd=".", lr="high")\n'
+        'fuyou.Engine("m")\n'
     )
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(script)]
     out = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=500, check=False).stdout
-    assert set(re.findall(r"mine\.py:(\d+): error", out)) == {"3", "4"}, out
+    assert set(re.findall(r"mine\.py:(\d+): error", out)) == {"3", "4", "5"}, out
     assert "learning_rate" in out and (ROOT / "fuyou" / "py.typed").is_file()
 
 

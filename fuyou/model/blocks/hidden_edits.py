@@ -85,7 +85,7 @@ class HiddenEditRecorder(TorchFunctionMode):
         self.paused = False
         self._steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         self._made: dict[int, torch.Tensor] = {}  # Tensors that depend on outputs of blocks, by identity
-        self._outputs: list[int] = []  # Identities of the scratch memory that stands for the blocks' outputs
+        self._outputs: list[int] = []  # Identities of the scratch memory in place of the blocks' outputs
 
     def output(self, like: torch.Tensor) -> torch.Tensor:
         """Return scratch memory that stands for what the next block will return."""

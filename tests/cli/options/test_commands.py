@@ -41,6 +41,7 @@ def test_commands_have_their_own_options() -> None:
     ((*BY_NAME, "--overwrite", "--lr", "1"), "finetune plan has no --overwrite, which is for finetune train"),
     (("--plan", "--model", "llama-7b", "--steps", "5", "--show-data", "1"), "finetune plan has no --show-data"),
     (("--plan", "--model", "llama-7b", "--cluster", "a800-hdr", "--chunk", "1"), "--chunk is for training out of core"),
+    (("--model", "m", "--nodes", "2", "--cluster", "a800-hdr", "--strategy", "zero3"), "--cluster is for choosing a"),
     (("--plan", "--model", "llama-7b", "--network", "1Gbit/s"), "--network does nothing without --nodes: add that."),
     (("profile", "--show-data", "1"), "finetune profile has no --show-data"),
     (("check", "--lr", "1"), "finetune check has no --lr, which is for finetune train and finetune plan."),

@@ -134,6 +134,6 @@ def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkp
                 assert value == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
         expected: dict[str, nn.Parameter] = dict(model.named_parameters())
         for name, value in engine.named_parameters():
-            if kind == "reward" and name == "transformer.ln_f.bias":
-                continue  # both answers' scores have it: its gradient is rounding alone, which Adam scales up
-            torch.testing.assert_close(value, expected[name].data, rtol=1e-5, atol=1e-5, msg=name)
+            # Both answers' scores have this bias: its gradient is rounding alone, which Adam scales up.
+            apart = 1e-4 if kind == "reward" and name == "transformer.ln_f.bias" else 1e-5
+            torch.testing.assert_close(value, expected[name].data, rtol=1e-5, atol=apart, msg=name)
