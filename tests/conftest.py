@@ -1,24 +1,28 @@
 """What every test runs under: one thread, no network, and a plain word where a GPU is missing."""
 
 import gc
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
+import zlib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes whose answer to it is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests.helpers import bits
+
 # Before torch and its libraries are loaded, and inherited by the processes that tests start.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(bits.variables())
 # Threads that wait for each other sleep: on a busy machine, spinning makes small tensors several times slower.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# MKL's sums depend on where in memory a matrix begins (seen on AMD), and weights of a loaded checkpoint begin anywhere.
-os.environ["MKL_CBWR"] = "AUTO,STRICT"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -30,9 +34,8 @@ from packaging.version import Version
 
 from tests.helpers.processes import forked
 
-# Bit-for-bit comparisons hold for a given number of threads only. Tests run side by side, so that more than one thread
-# each would wait for one another's cores. (tests/fuyou/engine/test_exact.py has two as well.)
-torch.set_num_threads(1)
+# Bit-for-bit comparisons hold for a given number of threads only.
+torch.set_num_threads(bits.threads())
 
 # A loaded machine is not a failure, and a test run should say the same thing twice.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -52,8 +55,38 @@ OLD_TRANSFORMERS = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``cuda`` where PyTorch has no GPU, and what fails with an old transformers, and report it."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--minutes``, for tests that take longer in all than there is time."""
+    text = "start no test after this many minutes; the files are taken in another order each day"
+    parser.addoption("--minutes", type=float, help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note when this process stops to start tests."""
+    minutes = config.getoption("--minutes")
+    config.stash[_LAST_START] = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+
+_LAST_START = pytest.StashKey[float]()
+
+
+def pytest_report_header() -> str:
+    """Say under which setting of ``tests/helpers/bits.py`` the tests run."""
+    return f"last bits: {os.environ[bits.NAME]}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that ``--minutes`` leaves no time for."""
+    if time.monotonic() > item.config.stash[_LAST_START]:
+        pytest.skip("no time was left")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files by the date for ``--minutes``; skip what is marked ``cuda`` where PyTorch has no GPU, and what fails
+    with an old transformers, and report it."""
+    if config.getoption("--minutes") is not None:
+        today = date.today().isoformat()
+        items.sort(key=lambda item: zlib.crc32(f"{today} {item.path.relative_to(ROOT)}".encode()))
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use, and there is none")
     is_old = Version(transformers.__version__) < Version("5.18")
     for item in items:
