@@ -1,19 +1,20 @@
 """Plan for a cluster: every sharding strategy that fits, its costs, and the fastest."""
 
 import json
+from dataclasses import replace
 
 from cli.job.machine import sequence_length
-from cli.job.model import trainable_parameters
+from cli.job.model import trained_share
 from cli.job.strategy import cluster_of
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
+from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import AUTO, parse_strategy
 
 
@@ -23,13 +24,35 @@ def plan_cluster(settings: Settings, batch_size: int | None) -> int:
     workload = _workload(settings, batch_size, cluster)
     chosen = None if settings.strategy in (None, AUTO) else [parse_strategy(settings.strategy)]
     result = plan(workload, cluster, strategies=chosen, allow_quantized=chosen is not None)
+    alone = _on_one_node(result, workload, cluster)
     if settings.json:
-        print(json.dumps({**result.as_dict(), "node_order": _node_order(result, cluster)}, indent=1))
+        more = {"node_order": _node_order(result, cluster), "one_node": None if alone is None else alone.as_dict()}
+        print(json.dumps({**result.as_dict(), **more}, indent=1))
     if result.choice is None:
         raise refusal(result, cluster)
     if not settings.json:
         print(render(result, workload, cluster))
+    if not settings.json and alone is not None:
+        batch = workload.micro_batch * workload.micro_batches * cluster.levels.world_size
+        size = "--nodes 1" if settings.levels is None else f"--levels {alone.layout.levels}"
+        print(
+            f"one node is faster: {alone.name}, {format_seconds(alone.step_seconds)} per step instead of "
+            f"{format_seconds(result.choice.step_seconds)} ({size} --batch-size {batch})"
+        )
     return 0
+
+
+def _on_one_node(result: StrategyPlan, workload: Workload, cluster: Cluster) -> Estimate | None:
+    """Return the fastest strategy for the same batch on one node, if several nodes take longer."""
+    *inner, nodes = cluster.levels.sizes
+    if nodes == 1 or result.choice is None:
+        return None
+    try:
+        one_node = cluster.resized(Levels((*inner, 1)))
+    except UserError:  # a measured cluster, without times for other numbers of nodes
+        return None
+    choice = plan(replace(workload, micro_batches=workload.micro_batches * nodes), one_node).choice
+    return choice if choice is not None and choice.step_seconds < result.choice.step_seconds else None
 
 
 def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> Workload:
@@ -44,18 +67,13 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
     seq_len = sequence_length(settings.seq_len, config, only_planned=True)
-    ratio = 1.0
-    if settings.trains_adapters:
-        model = build_meta_model(config)
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        ratio = min(1.0, trainable_parameters(settings.engine, model) / whole)
     return Workload.of_model(
         config,
         seq_len=seq_len,
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
-        trainable_ratio=ratio,
-        dtype_bytes=2,
+        trainable_ratio=trained_share(settings.engine, config),
+        dtype_bytes=4 if settings.dtype == "fp32" else 2,
         cache_threshold=settings.device_cache_threshold,
         router_loss=settings.router_loss,
     )

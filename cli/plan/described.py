@@ -146,8 +146,7 @@ def _limits(result: Plan) -> list[str]:
     if job.shape.share.nodes > 1:
         traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
     if result.drive_days is not None:
-        days = f"{result.drive_days:,.0f}" if result.drive_days >= 10 else f"{result.drive_days:.1f}"
-        traffic += f": {days} days until the drives' warranted writes are used up"
+        traffic += f": {format_days(result.drive_days)} days until the drives' warranted writes are used up"
         if result.drive_days < (job.drive_life or 0):
             traffic += f"; no plan reaches --drive-life {job.drive_life:,.0f}, and this one wears least"
     rows += row("drives", traffic)
@@ -164,6 +163,10 @@ def _limits(result: Plan) -> list[str]:
     if result.assumptions:
         rows += row("assumed", "; ".join(result.assumptions))
     return rows
+
+
+def format_days(days: float) -> str:
+    return f"{days:,.0f}" if days >= 10 else f"{days:.1f}"
 
 
 def _neighbor(result: Plan, point: Point) -> str:

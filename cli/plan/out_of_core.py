@@ -5,15 +5,17 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from cli.job.machine import ELSEWHERE, PlannedRun, device_name, directories_at_hand, plan_at_hand
 from cli.options.option import naming
 from cli.options.settings import Settings
+from cli.plan.alternatives import Alternative, adapts_experts, dense_targets, on_one_node, without_experts
 from cli.plan.described import describe, row, write_plan_page
 from common.data.files import find_files
 from common.errors import UserError
-from common.hardware.machine import memory_available_bytes
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
 from common.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 from fuyou.layout.share import Share
@@ -41,7 +43,8 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
     if not settings.data:
         return None
     files = find_files(tuple(file for files, _ in settings.data_sets for file in files))
-    tokens = sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
+    held_out = settings.eval_split or 0.0
+    tokens = (1 - held_out) * sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
     steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
     return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
 
@@ -70,42 +73,84 @@ def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
 
 
 DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
+_HOST_MEMORY = "48GiB"  # For a run on a machine that is planned by its name: most of the 64 GiB of a usual desktop
+
+
+class Planning:
+    """The plans of one command line: of the run itself, and of what else there is to know.
+
+    Attributes:
+        machine: one node.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
+        self._network = math.inf if self._share is None else _network(settings.network, self._share.nodes)
+        self._device = ELSEWHERE if settings.drive is not None else _device(settings)
+        self.machine = _machine_by_name(settings) if settings.drive is not None else _machine_at_hand(self._planned)
+
+    @cached_property
+    def _planned(self) -> PlannedRun:
+        directories = directories_at_hand(self._settings) if self._settings.drive is None else ()
+        return plan_at_hand(self._settings, self._device, directories)
+
+    def job(self, **changes: Any) -> TrainingJob:
+        """Return the job of one rank that is alone, with other options where there are ``changes``."""
+        if not changes:
+            return self._planned.training
+        return plan_at_hand(replace(self._settings, **changes), self._device).training
+
+    def largest_job(self) -> TrainingJob | None:
+        return largest_model(lambda name: self.job(model=name, max_model=False), lambda job: fits(job, self.machine))
+
+    def plan(self, job: TrainingJob) -> Plan:
+        return search(*self._of_one_rank(job, self._share))
+
+    def alternatives(self, job: TrainingJob, result: Plan) -> list[Alternative]:
+        """Return what to know before paying for ``result``, the plan of ``job``."""
+        others, share, lora_rank = [], self._share, self._settings.lora_rank
+        if share is not None and share.nodes > 1:
+            others.append(on_one_node(result, search(*self._of_one_rank(job, Share(1, share.ranks_per_node)))))
+        if adapts_experts(job):
+            targets = dense_targets(job) if lora_rank is not None else ()
+            other = None
+            if targets:
+                model = self._settings.model or job.name
+                other = self.plan(self.job(model=model, max_model=False, lora_targets=targets))
+            others.append(without_experts(result, other, targets))
+        return [other for other in others if other is not None]
+
+    def _of_one_rank(self, job: TrainingJob, share: Share | None) -> tuple[TrainingJob, Machine]:
+        if share is None:
+            return job, self.machine
+        network = self._network if share.nodes > 1 else math.inf
+        links = RankLinks.assumed(self.machine, share.ranks_per_node, network)
+        return job.among(share), machine_of_one_rank(self.machine, share.ranks_per_node, links)
 
 
 def run_plan(settings: Settings) -> int:
     """Plan, print the plan, and return the exit status."""
-    share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
     planned_steps(settings, 1)  # what is mistyped comes out before the simulation
-    job: TrainingJob | None
-    if settings.drive is None:
-        planned = plan_at_hand(settings, _device(settings), directories_at_hand(settings))
-        job, machine = planned.training, _machine_at_hand(planned)
-    elif settings.max_model:
-        machine = _machine_by_name(settings)
-        job = largest_model(
-            lambda name: plan_at_hand(replace(settings, model=name, max_model=False), ELSEWHERE).training,
-            lambda job: fits(job, machine),
-        )
-    else:
-        job, machine = plan_at_hand(settings, ELSEWHERE).training, _machine_by_name(settings)
-    if job is not None and share is not None:
-        job, network = job.among(share), _network(settings.network, share.nodes)
-        machine = machine_of_one_rank(
-            machine, share.ranks_per_node, RankLinks.assumed(machine, share.ranks_per_node, network)
-        )
+    planning = Planning(settings)
+    job = planning.largest_job() if settings.max_model else planning.job()
     if job is None:
+        machine = planning.machine
         lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
-    result = search(job, machine)
+    result = planning.plan(job)
+    others = planning.alternatives(job, result)
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
-        print(json.dumps(result.to_json(), indent=2))
+        print(json.dumps({**result.to_json(), "alternatives": [other.to_json() for other in others]}, indent=2))
     if not settings.json or settings.html is not None:
         lines = describe(result)
         for label, text in run_rows(result, settings).items() if result.memory is not None else ():
             lines += row(label, text)
+        for other in others:
+            lines += row(other.label, other.text)
         if settings.html is not None:
             write_plan_page(result, lines, settings.html.expanduser())
         if not settings.json:
@@ -116,14 +161,18 @@ def run_plan(settings: Settings) -> int:
 def _machine_by_name(settings: Settings) -> Machine:
     if settings.gpu in ("auto", "cpu"):
         raise UserError(f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}.")
-    host = parse_bytes(settings.host_memory or memory_available_bytes() * 4 // 5)
+    host = parse_bytes(settings.host_memory or _HOST_MEMORY)
     device = None if settings.device_memory is None else parse_bytes(settings.device_memory)
     with naming("--gpu"):
         gpu = gpu_preset(settings.gpu)
     with naming("--drive"):
         drive = drive_preset(settings.drive or "")
     state_bytes = settings.engine.precision.state_bytes
-    return preset_machine(gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=state_bytes)
+    machine = preset_machine(gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=state_bytes)
+    if settings.host_memory is None:
+        said = f"{format_bytes(host)} of host memory for the run (--host-memory)"
+        machine = replace(machine, assumptions=(said, *machine.assumptions))
+    return machine
 
 
 def _machine_at_hand(planned: PlannedRun) -> Machine:
@@ -156,7 +205,7 @@ def _device(settings: Settings) -> str:
 def _network(text: str | None, nodes: int) -> float:
     if text is None:
         if nodes > 1:
-            raise UserError("A plan for several nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
+            raise UserError("A plan for --nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
         return math.inf
     written = re.fullmatch(r"\s*([\d.]+\s*[kKMGT]i?)(bit|b|B)(?:/s|ps)?\s*", text)
     try:

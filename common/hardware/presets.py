@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UserError, did_you_mean
-from common.files import preset_files
+from common.files import preset_files, read_text_file
+from common.hardware.compute_rates import MEMORY_PART, ComputeRates
 from common.units import parse_bytes
 
 # Bytes per second that a consumer drive writes when its fast cache is full, without a measurement: the Samsung 980
@@ -22,6 +23,9 @@ TLC_BYTES_PER_SECOND = 1.5e9
 # Part of a link's rate that copies reach, where there is no measurement: it is 24.5 of 31.5 GB/s on an A100, 25.6 of
 # 31.5 on an RTX 4090, and 56.3 of 63 on an RTX 5090.
 COPY_FRACTION = 0.8
+
+# Preset whose parts of the peak a file's GPU is assumed to reach, if the file neither gives rates nor names another.
+LIKE = "a100-80g"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class GpuPreset:
     upload_bytes_per_second: float  # Rate of copies from page-locked host memory, while nothing goes the other way
     download_bytes_per_second: float  # Rate of copies to page-locked host memory, while nothing goes the other way
     bf16_flops_per_second: float  # Peak of dense bf16 matrix products with fp32 accumulation
-    block_flops_per_second: float | None  # Rate that a transformer block reaches, if it has been measured
+    compute: ComputeRates  # Rates of products, attention, and memory
+    like: str | None  # Name of the preset of whose peak these are the same parts; None if they are this GPU's
+    is_integrated: bool = False  # Whether its memory is the host's, too (`unified = true` in the file)
 
     @classmethod
     def of(cls, name: str, fields: dict[str, Any]) -> "GpuPreset":
@@ -45,8 +51,17 @@ class GpuPreset:
             fields[key] * 1e9 if key in fields else link * COPY_FRACTION
             for key in ("upload_gb_per_s", "download_gb_per_s")
         )
-        flops, block = fields["bf16_tflops"] * 1e12, _times(1e12, fields.get("block_tflops"))
-        return cls(name, fields["name"], parse_bytes(fields["memory"]), link, up, down, flops, block)
+        flops, like = fields["bf16_tflops"] * 1e12, None
+        if "dense_tflops" in fields:
+            compute = ComputeRates.of(fields)
+        else:
+            like = fields.get("like", LIKE)
+            model = _read(like, _file_of(like), cls)
+            bandwidth = _times(1e9 * MEMORY_PART, fields.get("memory_gb_per_s"))
+            factor = flops / model.bf16_flops_per_second
+            compute = model.compute.scaled(factor, bandwidth or factor * model.compute.memory)
+        memory, unified = parse_bytes(fields["memory"]), fields.get("unified", False) is True
+        return cls(name, fields["name"], memory, link, up, down, flops, compute, like, unified)
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,14 @@ def _presets(folder: str, kind: type[Preset]) -> dict[str, Preset]:
 
 
 def _read(name: str, file: Path, kind: type[Preset]) -> Preset:
-    return kind.of(name, tomllib.loads(file.read_text(encoding="utf-8")))
+    return kind.of(name, tomllib.loads(read_text_file(file)))
+
+
+def _file_of(gpu: str) -> Path:
+    files = preset_files("gpus")
+    if gpu not in files:
+        raise ValueError(f"there is no preset {gpu!r} that it could be like")
+    return files[gpu]
 
 
 def _read_file(name: str, kind: type[Preset]) -> Preset:
@@ -120,10 +142,10 @@ def _read_file(name: str, kind: type[Preset]) -> Preset:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
         raise UserError(f"{path} does not give {error}. The files in configs have the form.") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path} is not in the form of the files in configs: {error}") from error
     for field, value in vars(preset).items():
-        if isinstance(value, int | float) and not 0 < value < math.inf:
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
             raise UserError(f"{path} gives {field} = {value:g}, and it must be above 0.")
     return preset
 

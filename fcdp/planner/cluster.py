@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from common.errors import UserError, did_you_mean
-from common.files import preset_files
+from common.files import preset_files, read_text_file, replace_file
+from common.hardware.compute_rates import MEMORY_PART, ComputeRates
+from common.hardware.presets import gpu_preset
 from common.units import parse_bytes
 from fcdp.planner.workload import Operation, ring_parts
 from fcdp.strategy.mesh import Levels, Mesh
@@ -129,7 +131,7 @@ class MeasuredRates:
     def save(self, path: Path, **facts: Any) -> None:
         """Write the measurements as JSON, with ``facts`` of the cluster."""
         body = {**facts, "collectives": [asdict(timing) for timing in self.timings]}
-        path.write_text(json.dumps(body, indent=1), encoding="utf-8")
+        replace_file(path, json.dumps(body, indent=1))
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> "MeasuredRates":
@@ -152,11 +154,12 @@ class Cluster:
     levels: Levels
     device_memory_bytes: int  # memory of one device
     host_memory_bytes: int  # host memory of one node
-    flops_per_second: float  # FLOPs per second that training reaches on one device while nothing waits for the network
+    flops_per_second: float  # FLOPs per second of one device while nothing waits for the network, if `compute` is None
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
     rates: AlphaBeta | MeasuredRates
     peak_flops_per_second: float | None = None  # of dense bf16 products, if known
+    compute: ComputeRates | None = None  # rates of the parts of computing; None: one rate was measured for all of it
     overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
     leaf_of_node: tuple[int, ...] | None = None  # if known
 
@@ -190,11 +193,11 @@ def load_cluster(name: str) -> Cluster:
     path = Path(name).expanduser()
     if path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text_file(path)
             if path.suffix == ".toml":
                 return _read_preset(path.stem, tomllib.loads(text))
             return _read_profile(path.name, json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             what = "does not describe a cluster" if path.suffix == ".toml" else "is not a cluster's profile"
             raise UserError(f"{path} {what}: {type(error).__name__}: {error}.") from error
     hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
@@ -212,17 +215,27 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
     leaves = fields.get("leaf_of_node")
     if leaves is not None and len(leaves) != levels.nodes:
         raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
+    compute, memory = None, fields.get("memory_gb_per_s", 0.0) * 1e9
+    if "gpu" in fields:
+        gpu = gpu_preset(fields["gpu"])
+        compute, peak = gpu.compute.scaled(fields.get("power_part", 1.0), gpu.compute.memory), gpu.bf16_flops_per_second
+        compute = replace(compute, memory=MEMORY_PART * memory) if memory else compute
+        reached = compute.dense
+    else:  # a file of the user's that gives one measured rate
+        peak = fields["bf16_tflops"] * 1e12
+        reached = peak * fields["reached"]
     return Cluster(
         name=name,
         title=fields["name"],
         levels=_with_switches(levels, leaves),
         device_memory_bytes=parse_bytes(fields["device_memory"]),
         host_memory_bytes=parse_bytes(fields["host_memory"]),
-        flops_per_second=fields["bf16_tflops"] * fields["reached"] * 1e12,
-        peak_flops_per_second=fields["bf16_tflops"] * 1e12,
-        memory_bytes_per_second=fields["memory_gb_per_s"] * 1e9,
+        flops_per_second=reached,
+        peak_flops_per_second=peak,
+        memory_bytes_per_second=memory or (compute.memory / MEMORY_PART if compute else fields["memory_gb_per_s"]),
         host_link_bytes_per_second=fields["host_link_gb_per_s"] * 1e9,
         rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),
+        compute=compute,
         leaf_of_node=None if leaves is None else tuple(leaves),
     )
 
@@ -236,14 +249,15 @@ def _with_switches(levels: Levels, leaves: Sequence[int] | None) -> Levels:
 
 def _read_profile(name: str, facts: dict[str, Any]) -> Cluster:
     """Read a profile: fields of ``Cluster`` by name, levels as a list, and ``collectives`` (see ``MeasuredRates``)."""
-    numbers = ("flops_per_second", "memory_bytes_per_second", "host_link_bytes_per_second")
     return Cluster(
         name=name,
         title=facts.get("title", name),
         levels=_with_switches(Levels(tuple(facts["levels"])), facts.get("leaf_of_node")),
         device_memory_bytes=int(facts["device_memory_bytes"]),
         host_memory_bytes=int(facts["host_memory_bytes"]),
-        **{number: float(facts[number]) for number in numbers},
+        flops_per_second=float(facts["flops_per_second"]),
+        memory_bytes_per_second=float(facts["memory_bytes_per_second"]),
+        host_link_bytes_per_second=float(facts["host_link_bytes_per_second"]),
         rates=MeasuredRates.from_facts(facts),
         overlaps=bool(facts.get("overlaps", True)),
         leaf_of_node=tuple(facts["leaf_of_node"]) if facts.get("leaf_of_node") else None,

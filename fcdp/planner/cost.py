@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.hardware.compute_rates import FUSED_PART
 from fcdp.planner.cluster import Cluster
 from fcdp.planner.workload import Collective, Phase, Workload, bytes_per_node, element_bytes, step_collectives
 from fcdp.strategy.strategy import Axis, Format, Routes, StrategyMeshes
@@ -218,6 +219,24 @@ class Estimate:
         }
 
 
+def compute_seconds(workload: Workload, cluster: Cluster, checkpointing: bool) -> tuple[float, float]:
+    """Return the seconds of a micro-batch's forward and backward pass, without waiting and without copies."""
+    rates = cluster.compute
+    if rates is None or not workload.dense_flops_per_token:  # a workload of counts alone has no parts
+        flops = workload.forward_flops, workload.backward_flops(checkpointing)
+        return flops[0] / cluster.flops_per_second, flops[1] / cluster.flops_per_second
+    tokens, attention = workload.tokens, workload.causal_flops_per_token
+    moved = workload.moved_bytes * (FUSED_PART if workload.compiled else 1.0)
+    products = workload.dense_flops_per_token / rates.dense + workload.expert_flops_per_token / rates.experts
+    block = products + attention / rates.flash2.forward + moved / rates.memory
+    head = workload.head_flops_per_token / rates.dense, workload.logits_bytes / rates.memory
+    # A gradient is a product for the input and one for the weights; passes over memory read and write twice as much.
+    trained = 1 + workload.trainable / workload.parameters
+    again = block if checkpointing else 0.0
+    back = trained * products + 2.5 * attention / rates.flash2.backward + 2 * moved / rates.memory
+    return tokens * (block + sum(head)), tokens * (again + back + trained * head[0] + 2 * head[1])
+
+
 def estimate(
     layout: StrategyMeshes, workload: Workload, cluster: Cluster, *, checkpointing: bool, engine: Engine | None = None
 ) -> Estimate:
@@ -231,8 +250,7 @@ def estimate(
         pieces = engine.pieces(collective, is_gathered, workload)
         once = cluster.rates.seconds(collective.operation, collective.mesh, collective.nbytes / pieces, collective.ring)
         durations.append(pieces * once)
-    forward = workload.forward_flops / cluster.flops_per_second
-    backward = workload.backward_flops(checkpointing) / cluster.flops_per_second
+    forward, backward = compute_seconds(workload, cluster, checkpointing)
     # FSDP2 copies gathered parameters and gradients once in every pass.
     copied = workload.compute_bytes * workload.parameters if is_gathered else 0.0
     copied_back = workload.compute_bytes * (workload.parameters - workload.kept_gathered) if is_gathered else 0.0

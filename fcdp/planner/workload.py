@@ -10,7 +10,7 @@ from typing import Literal
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
-from common.models.flops import active_parameters, model_flops_per_token
+from common.models.flops import active_parameters, model_flops_per_token, visited_shares
 from common.models.meta_model import build_meta_model
 from common.models.structure import find_blocks
 from common.quantization import BLOCK, quantized_nbytes
@@ -18,6 +18,11 @@ from fcdp.grouping import find_units, split_units
 from fcdp.strategy.mesh import Mesh
 from fcdp.strategy.strategy import BITS, Format, Ring, StrategyMeshes
 from fuyou.model.loss.router_loss import find_router_loss
+
+# Bytes that a block's forward pass reads and writes between its products, over those that it saves: with RMS norms,
+# rotary embeddings and SwiGLU in PyTorch's operators, and with layer norms and GELU, which are one kernel each. Counted
+# for Llama 8B and GPT.
+GATED_PASSES, PLAIN_PASSES = 3.2, 1.5
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,13 @@ class Workload:
     logits_bytes: float = 0.0  # bytes of the loss per token: logits as they come, in fp32, and their gradient
     forward_flops_per_token: float = 0.0
     weight_flops_per_token: float = 0.0  # FLOPs of the gradients of trainable weights per token
+    # FLOPs per token of the forward pass by kind, with attention to earlier tokens only and no embedding.
+    dense_flops_per_token: float = 0.0  # of all blocks' products but experts' and attention's
+    expert_flops_per_token: float = 0.0
+    head_flops_per_token: float = 0.0
+    causal_flops_per_token: float = 0.0
+    moved_bytes: float = 0.0  # bytes per token that all blocks' forward passes read and write between products
+    compiled: bool = False  # whether blocks are compiled, which saves most of these
     seq_len: int = 1
     micro_batch: int = 1  # sequences that a rank computes at once
     # what the backward pass gathers no second time: head and final norm, with which it begins
@@ -106,18 +118,27 @@ class Workload:
             for group in split_units(units, apart=False)
         ]
         attention = (model_flops_per_token(model, seq_len) - 6.0 * active) / 3
+        shares = visited_shares(model)
+        experts = sum(share * model.get_parameter(name).numel() for name, share in shares.items())
+        head = model.get_output_embeddings()
         text = config.get_text_config()
         is_gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
+        saved = dtype_bytes / 2 * _block_activation_bytes(text, is_gated)
         return cls(
             parameters=parameters,
             trainable=parameters * trainable_ratio,
             blocks=len(list(blocks.children())),
-            block_activation_bytes=dtype_bytes / 2 * _block_activation_bytes(text, is_gated),
+            block_activation_bytes=saved,
             hidden_bytes=float(dtype_bytes * text.hidden_size),
             logits_bytes=(dtype_bytes + 4.0 + 4.0) * text.vocab_size,
             forward_flops_per_token=2.0 * active + attention,
             # Scores and weighted values have two inputs: their backward is two forwards, for any trainable part.
             weight_flops_per_token=2.0 * active * trainable_ratio + attention,
+            dense_flops_per_token=2.0 * (active_parameters(model, blocks) - experts),
+            expert_flops_per_token=2.0 * experts,
+            head_flops_per_token=0.0 if head is None else 2.0 * head.weight.numel(),
+            causal_flops_per_token=attention / 2,
+            moved_bytes=len(list(blocks.children())) * (GATED_PASSES if is_gated else PLAIN_PASSES) * saved,
             seq_len=seq_len,
             micro_batch=micro_batch,
             kept_gathered=sum(size for is_kept, size in sizes if is_kept),
@@ -137,7 +158,11 @@ def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     head = getattr(config, "head_dim", None) or hidden // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    norms, mlp = 2 * hidden, hidden + (4 if gated else 2) * inner
+    norms, rows = 2 * hidden, hidden
+    if (visited := getattr(config, "num_experts_per_tok", None)) is not None:  # a copy of each token for every expert
+        inner = visited * (getattr(config, "moe_intermediate_size", None) or inner)
+        rows += 2 * visited * hidden
+    mlp = rows + (4 if gated else 2) * inner
     attention = hidden + heads * head + 2 * keys + heads * head
     return 2.0 * (norms + attention + mlp)
 

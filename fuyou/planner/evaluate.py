@@ -8,6 +8,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from common.errors import UserError
+from common.hardware.compute_rates import ComputeRates
+from fuyou.layout.model_layout import Recomputation
+from fuyou.layout.record import Kind
 from fuyou.model.recompute.block_trace import BlockTrace
 from fuyou.model.recompute.policy import (
     ActivationPlanner,
@@ -19,7 +22,8 @@ from fuyou.model.recompute.policy import (
 from fuyou.optimizer.clipping import UpdatePolicy
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
-from fuyou.planner.simulator import Simulation, TaskRates, simulate
+from fuyou.planner.roofline import LOSS_BYTES, attention_rate, block_seconds
+from fuyou.planner.simulator import SteadyState, TaskRates, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -43,7 +47,9 @@ class Evaluator:
             self._too_small = error  # which every candidate meets
         self.job, self._device = job, "cpu" if machine.cpu else "cuda"
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
+        self._memories: dict[tuple[Candidate, int | None], MemoryPlan] = {}
         self._known: dict[tuple[Candidate, bool], Plan] = {}
+        self._known_rates: dict[int, TaskRates] = {}  # by the rows of a micro-batch
 
     def evaluate(self, candidate: Candidate, *, merged: bool = True) -> Plan:
         """Simulate ``candidate``, fast and less exact with ``merged`` micro-batches.
@@ -65,8 +71,9 @@ class Evaluator:
         return [each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known]
 
     def fits(self, candidate: Candidate) -> bool:
+        """Return whether ``candidate`` fits into memory, with rows as whole as the default's: chunks are slower."""
         try:
-            self.memory(candidate)
+            self.memory(candidate, self._columns)
         except UserError:
             return False
         return True
@@ -85,17 +92,40 @@ class Evaluator:
             )
         return self._activation_planners[policy]
 
-    def memory(self, candidate: Candidate) -> MemoryPlan:
+    def saved_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of a step's computing that ``candidate`` saves, compared with one that saves nothing."""
+        batch = self.memory(candidate).batch
+        recomputation = self.activation_planner(candidate).recomputation(batch.micro_rows, batch.columns)
+        rates = self._rates_for(batch.micro_rows)
+        rate = rates.backward_flops_per_second or rates.flops_per_second
+        return self._left_out(recomputation) * 2 * self.job.block_parameters * self.job.tokens / rate
+
+    def _left_out(self, recomputation: Recomputation) -> float:
+        """Return the fraction of all blocks' forward FLOPs that the backward pass does not compute again."""
+        layers = len(self.job.shape.blocks)
+        return 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
+
+    def memory(self, candidate: Candidate, chunk: int | None = None) -> MemoryPlan:
         """Return the buffers of ``candidate``.
+
+        Args:
+            chunk: tokens of a row that pass at once; None for the job's choice.
 
         Raises:
             UserError: if they do not fit; says how much would.
         """
         if self._too_small is not None:
             raise self._too_small
+        if (candidate, chunk) not in self._memories:
+            self._memories[candidate, chunk] = self._planner(candidate).plan(
+                self.job.rows, self.job.seq_len, candidate.micro_rows, self.job.loss, chunk or self.job.chunk
+            )
+        return self._memories[candidate, chunk]
+
+    def _planner(self, candidate: Candidate) -> MemoryPlanner:
         job, machine, activations = self.job, self.machine, self.activation_planner(candidate)
         updates = self.update_policy(candidate)
-        planner = MemoryPlanner(
+        return MemoryPlanner(
             job.shape,
             job.config,
             machine.device_bytes,
@@ -107,7 +137,6 @@ class Evaluator:
             kept_layers=len(activations.layers),
             kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.columns).nbytes,
         )
-        return planner.plan(job.rows, job.seq_len, candidate.micro_rows, job.loss, job.chunk)
 
     @cached_property
     def _columns(self) -> int:
@@ -123,6 +152,8 @@ class Evaluator:
         if tokens == job.seq_len or self.trace is None:
             return ()
         counted = 2 * job.block_parameters / len(job.shape.blocks) * tokens / self.trace.flops()
+        if self.machine.compute is not None:  # attention has a separate rate, at which chunks attend to earlier ones
+            counted = self.rates.flops_per_second / attention_rate(self.machine.compute.flash2)
         flops = chunk_attention_flops(job.stack, job.seq_len, tokens)
         return tuple(counted * each for each in flops)
 
@@ -133,7 +164,17 @@ class Evaluator:
 
     @cached_property
     def rates(self) -> TaskRates:
-        """Return the rates of the machine, with FLOPs as tasks count them: 2 per parameter and token."""
+        """Return the rates for micro-batches of one row."""
+        return self._rates_for(1)
+
+    def _rates_for(self, rows: int) -> TaskRates:
+        """Return the rates for micro-batches of ``rows`` rows, with FLOPs as tasks count them: 2 per parameter and
+        token."""
+        if rows not in self._known_rates:
+            self._known_rates[rows] = self._new_rates(rows)
+        return self._known_rates[rows]
+
+    def _new_rates(self, rows: int) -> TaskRates:
         machine, job = self.machine, self.job
         if self.trace is None:
             return machine.rates
@@ -145,29 +186,55 @@ class Evaluator:
                 backward_flops_per_second=measured.backward_flops_per_second,
             )
         counted = 2 * job.block_parameters / len(job.shape.blocks) * self._columns
+        if machine.compute is not None:
+            return self._rates_of_parts(machine.compute, self.trace, counted, rows)
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
+
+    @cached_property
+    def _shorter_trace(self) -> BlockTrace | None:
+        job = self.job
+        return trace_block(job.stack, max(1, self._columns // 2), self._device, job.shape.precision.dtype)
+
+    def _rates_of_parts(self, compute: ComputeRates, trace: BlockTrace, counted: float, rows: int) -> TaskRates:
+        """Return rates at which tasks take as long as a block's operators, of ``counted`` FLOPs for a row forward."""
+        trained = bool(self.job.shape.sizes[Kind.BLOCK].trained_elements)
+        seconds = block_seconds(trace, compute, trained, rows, self._shorter_trace)
+        counted *= rows
+        passes = 2.0 + trained - saved_outputs(trace, ()).saved_fraction
+        hidden = self.job.config.get_text_config().hidden_size
+        return replace(
+            self.machine.rates,
+            flops_per_second=counted / seconds.forward,
+            backward_flops_per_second=passes * counted / (seconds.again + seconds.gradients),
+            head_flops_per_second=1 / (1 / compute.dense + LOSS_BYTES / (6 * hidden * compute.memory)),
+        )
 
     # -- simulation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan) -> Plan:
         job = self.job
-        layers, batch = len(job.shape.blocks), memory.batch
+        batch = memory.batch
         activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
         recomputation = activations.recomputation(batch.micro_rows, batch.columns)
         if batch.chunks > 1:  # nothing but keys and values is saved
             recomputation = recomputation.saving_nothing()
         deferred = updates.deferred(job.shape)
+        joined = batch.micro_batches / plan.batch.micro_batches  # micro-batches that are simulated as one
+        rates = self._rates_for(batch.micro_rows)
+        host_forward, host_backward = rates.host_seconds
+        rates = replace(rates, host_seconds=(joined * host_forward, joined * host_backward))
         waits = bool(deferred) or job.clips
         writes_late = waits and bool(plan.resident)
         steps = _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS
 
-        def run(clipped: bool | None) -> tuple[Simulation, StepList]:
+        def run(clipped: bool | None) -> SteadyState:
             return simulate(
                 job.shape,
                 plan,
-                self.rates,
+                rates,
                 deferred,
                 steps,
+                commit_every=job.commit_every,
                 hold=job.clips,
                 recomputation=recomputation,
                 clipped=clipped,
@@ -175,15 +242,15 @@ class Evaluator:
                 chunk_flops=self._chunk_flops if batch.chunks > 1 else (),
             )
 
-        simulation, tasks = run(False if updates.speculative else None)
-        seconds, clipped_seconds = simulation.step_seconds(), None
+        steady = run(False if updates.speculative else None)
+        seconds, clipped_seconds = steady.step_seconds(), None
         if updates.speculative:
-            clipped_seconds = run(True)[0].step_seconds()
+            clipped_seconds = run(True).step_seconds()
             seconds += job.clipped_share * (clipped_seconds - seconds)
-        busy = busy_seconds(tasks, self.rates)
+        busy = mean_busy_seconds(steady, rates)
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
-        left_out = 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
+        left_out = self._left_out(recomputation)
         job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
         return Plan(
@@ -193,12 +260,15 @@ class Evaluator:
             memory=memory,
             step_seconds=seconds,
             busy=busy,
-            tasks=tasks,
-            simulation=simulation,
+            read_bytes=round(steady.mean(StepList.ssd_read_bytes)),
+            written_bytes=round(steady.mean(StepList.ssd_written_bytes)),
+            sent_bytes=round(steady.mean(StepList.sent_bytes)),
+            tasks=steady.cycle[-1],
+            simulation=steady.simulation,
             clipped_seconds=clipped_seconds,
-            update_seconds=update_seconds(tasks, self.rates),
+            update_seconds=steady.mean(lambda tasks: update_seconds(tasks, self.rates)),
             saved_flops=left_out * recomputed,
-            kept_activation_bytes=tasks.kept_bytes(plan.kept_bytes),
+            kept_activation_bytes=steady.cycle[-1].kept_bytes(plan.kept_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),
         )
 
@@ -242,6 +312,15 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
         activation_bytes=round(plan.activation_bytes * factor),
         kept_bytes=round(plan.kept_bytes * factor),
     )
+
+
+def mean_busy_seconds(steady: SteadyState, rates: TaskRates) -> dict[Resource, float]:
+    """Return for how long a step keeps each resource busy, on average from one commit to the next."""
+    total: dict[Resource, float] = {}
+    for tasks, count in zip(steady.cycle, steady.repeats, strict=True):
+        for resource, seconds in busy_seconds(tasks, rates).items():
+            total[resource] = total.get(resource, 0.0) + count * seconds
+    return {resource: seconds / sum(steady.repeats) for resource, seconds in total.items()}
 
 
 def busy_seconds(tasks: StepList, rates: TaskRates) -> dict[Resource, float]:

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError
+from common.hardware.compute_rates import ComputeRates
 from common.hardware.directory_drive import UNKNOWN_ENDURANCE, warranted_bytes
 from common.hardware.presets import TLC_BYTES_PER_SECOND, DrivePreset, GpuPreset
 from common.units import format_bytes
 from fuyou.planner.profiling import Profile
 from fuyou.planner.simulator import TaskRates
+from fuyou.runtime.device import budgets_of_one_memory
 
 LIBRARY_BYTES = 512 << 20  # Device memory for CUDA's context, its libraries, and the allocator's slack
 DEVICE_SHARE = 19 / 20
-# Fraction of the data sheet's peak that a transformer block is assumed to reach without a measurement: 200 of 312
-# TFLOP/s on an A100 (configs/gpus/a100-80g.toml). Consumer cards reach more (164 of 165 on an RTX 4090).
-BLOCK_FRACTION = 0.64
+# Seconds that the engine's main thread works for a block, forward and backward, for any number of tokens: measured
+# on a CPU, 1.8 to 1.9 ms and 5.0 (all weights) to 6.8 ms (LoRA).
+HOST_SECONDS = (0.002, 0.006)
 # Bytes that host memory moves per parameter and step. Of parameters and gradients: 6 between SSDs and memory, 4 to the
 # device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs,
 # and read and written.
@@ -46,6 +48,7 @@ class Machine:
     # tasks count them; otherwise the device's rate counts all FLOPs, attention's included.
     profile: Profile | None = None
     assumptions: tuple[str, ...] = ()  # Sentences that say what was assumed without a measurement
+    compute: ComputeRates | None = None  # Rates of the device's parts, from a preset; None: see ``profile``
 
     def drive_days(self, written_bytes: float, step_seconds: float) -> float:
         """Return the days until the warranted writes are used up by steps that write ``written_bytes``.
@@ -120,30 +123,36 @@ def preset_machine(
     """Return a machine from presets.
 
     Args:
-        host_bytes: host memory that a run may use.
-        device_bytes: device memory that a run may use; None for all but what CUDA needs.
+        host_bytes: host memory that a run may use, the device's part included if they share it.
+        device_bytes: device memory that a run may use; None for all but what CUDA needs, or for half of what is shared.
         state_bytes: bytes of optimizer states per parameter.
     """
     assumptions = []
-    flops, write = gpu.block_flops_per_second, drive.sustained_write_bytes_per_second
-    if flops is None:
-        flops = gpu.bf16_flops_per_second * BLOCK_FRACTION
-        assumptions.append(f"the GPU reaches {BLOCK_FRACTION:.0%} of its peak, which was not measured")
+    write = drive.sustained_write_bytes_per_second
+    if gpu.like is not None:
+        assumptions.append(f"the GPU reaches as much of its peak as the preset {gpu.like}: its rates are not known")
     if write is None:
         write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
         assumptions.append(f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does")
     host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
     assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
     rates = TaskRates(
-        flops,
+        gpu.compute.dense,
         gpu.upload_bytes_per_second,
         gpu.download_bytes_per_second,
         drive_count * drive.read_bytes_per_second,
         drive_count * write,
         host_bandwidth / (MEMORY_BYTES_PER_PARAMETER + MEMORY_BYTES_PER_STATE_BYTE * state_bytes),
+        host_seconds=HOST_SECONDS,
     )
+    is_requested = device_bytes is not None
     if device_bytes is None:
         device_bytes = int(gpu.memory_bytes * DEVICE_SHARE) - LIBRARY_BYTES
+    if gpu.is_integrated:
+        host_bytes, device_bytes = budgets_of_one_memory(host_bytes, device_bytes, is_requested)
+        assumptions.append(
+            f"of the memory that GPU and host share, the GPU has {format_bytes(device_bytes)} (--device-memory)"
+        )
     return Machine(
         f"{gpu.title} ({format_bytes(gpu.memory_bytes)})",
         drive.title,
@@ -154,6 +163,7 @@ def preset_machine(
         drive_count * drive.capacity_bytes,
         None if drive.endurance_bytes is None else drive_count * drive.endurance_bytes,
         assumptions=tuple(assumptions),
+        compute=gpu.compute,
     )
 
 

@@ -45,8 +45,12 @@ class Plan:
     missing: tuple[str, ...] = ()  # Sentences that say what the machine lacks; none if the run fits
     memory: MemoryPlan | None = None
     step_seconds: float = 0.0  # Average over all steps; what follows is for one that is not clipped
-    busy: dict[Resource, float] = field(default_factory=dict)  # Seconds of work in one step, by resource
-    tasks: StepList | None = None  # Tasks of a step in the steady state, with the simulator's times
+    # Means over the steps from one commit to the next: seconds of work by resource, and bytes per rank.
+    busy: dict[Resource, float] = field(default_factory=dict)
+    read_bytes: int = 0  # Bytes read from SSD
+    written_bytes: int = 0  # Bytes written to SSD
+    sent_bytes: int = 0  # Bytes sent to other nodes
+    tasks: StepList | None = None  # Tasks of a committed step in the steady state, with the simulator's times
     simulation: Simulation | None = None  # Times at which each resource works
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
     update_seconds: float = 0.0  # Seconds of work of the updates of one step: what deferring some of them could move
@@ -109,23 +113,10 @@ class Plan:
         slots = [slot for record in self.job.shape.records for slot in record.parameters]
         assumed = list(self.machine.assumptions)
         if any(slot.activity < 1 for slot in slots):
-            assumed.append("tokens are spread evenly over experts, whose products run at the rate of dense ones")
+            assumed.append("tokens are spread evenly over experts")
         if any(record.decoded_nbytes for record in self.job.shape.records):
             assumed.append("decoding frozen weights takes the device no time")
         return tuple(assumed)
-
-    @property
-    def read_bytes(self) -> int:
-        """Return the bytes read from SSD per step and rank."""
-        return self.tasks.ssd_read_bytes() if self.tasks else 0
-
-    @property
-    def written_bytes(self) -> int:
-        return self.tasks.ssd_written_bytes() if self.tasks else 0
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.tasks.sent_bytes() if self.tasks else 0
 
     @property
     def written_bytes_per_day(self) -> float:

@@ -47,16 +47,22 @@ class TaskRates:
     message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
     exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
     backward_flops_per_second: float | None = None  # On blocks; None: as in the forward pass
+    head_flops_per_second: float | None = None  # Outside blocks; None: as on blocks
+    # Seconds of the host's work for a micro-batch of a block's visit, forward and backward: launches wait for it
+    host_seconds: tuple[float, float] = (0.0, 0.0)
 
     def compute_seconds(self, task: ComputeTask) -> float:
         for phase, seconds in self.non_block_seconds:
             if phase is task.visit.phase:
                 return seconds * task.tokens
+        host = self.host_seconds if task.visit.part is None else (0.0, 0.0)
+        if task.visit.phase is Phase.BLOCK_FORWARD:
+            return max(task.flops / self.flops_per_second, host[0])
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
-            return task.flops / self.flops_per_second
+            return task.flops / (self.head_flops_per_second or self.flops_per_second)
         finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
         finish = self.finish_seconds if finishes else 0.0
-        return task.flops / (self.backward_flops_per_second or self.flops_per_second) + finish
+        return max(task.flops / (self.backward_flops_per_second or self.flops_per_second), host[1]) + finish
 
 
 class Simulation:
@@ -76,7 +82,7 @@ class Simulation:
         self._number = itertools.count()
 
     def step_seconds(self) -> float:
-        """Return the length of the last step, from the end of the one before: the steady state."""
+        """Return the length of the last step, from the end of the one before."""
         return self.step_ends[-1] - self.step_ends[-2]
 
     def run(self) -> None:
@@ -398,6 +404,33 @@ class Simulator:
             self._hand_over()
 
 
+@dataclass(frozen=True)
+class SteadyState:
+    """Steps as they repeat, from one commit to the next."""
+
+    simulation: Simulation
+    cycle: tuple[StepList, ...]  # The last simulated steps, which end with one that is committed
+    repeats: tuple[int, ...]  # Number of steps between two commits that are like each of them
+
+    def mean(self, value: Callable[[StepList], float]) -> float:
+        """Return the mean of ``value`` over the steps of a cycle."""
+        return self._mean([value(step) for step in self.cycle])
+
+    def step_seconds(self) -> float:
+        """Return the mean length of a step, from the end of the one before."""
+        ends = self.simulation.step_ends[-len(self.cycle) - 1 :]
+        return self._mean([end - before for before, end in itertools.pairwise(ends)])
+
+    def _mean(self, values: Sequence[float]) -> float:
+        total = sum(value * count for value, count in zip(values, self.repeats, strict=True))
+        return total / sum(self.repeats)
+
+
+# Steps that are simulated of a longer cycle. What a commit leaves to write slows the steps right after it; the last one
+# before the next commit stands for all others.
+_MAX_CYCLE = 4
+
+
 def simulate(
     shape: ModelLayout,
     plan: MemoryPlan,
@@ -405,15 +438,18 @@ def simulate(
     deferred: Collection[int] = (),
     steps: int = 6,
     *,
+    commit_every: int = 1,
     hold: bool = False,
     recomputation: Recomputation = FULL_RECOMPUTATION,
     clipped: bool | None = None,
     direct_reads: bool = False,
     chunk_flops: tuple[float, ...] = (),
-) -> tuple[Simulation, StepList]:
-    """Simulate steps of a model with a memory plan; return also the task list of the last step.
+) -> SteadyState:
+    """Simulate steps of a model with a memory plan until they repeat.
 
     Args:
+        steps: least number of steps to simulate; whole cycles of ``commit_every`` steps are.
+        commit_every: steps from one commit to the next.
         deferred, hold, recomputation, direct_reads: as in :class:`fuyou.schedule.scheduler.Scheduler`.
         chunk_flops: as in :class:`fuyou.schedule.batch.BatchShape`.
         clipped: with speculative updates, whether every step is clipped and updates again, or none is; else None.
@@ -429,15 +465,22 @@ def simulate(
         direct_reads=direct_reads,
     )
     batch = replace(plan.batch_shape(plan.batch), chunk_flops=chunk_flops)
+    length = min(commit_every, _MAX_CYCLE)
+    # The first step reads what stays in host memory from then on, so it is not in the cycle that counts.
+    count = max(steps, length + 1)
+    count += -count % length
+    repeats = [1] * length
+    if length > 1:
+        repeats[-2] += commit_every - length
     lists: list[StepList] = []
     resolved: list[Task] = []
     with _no_garbage_collection():
-        for step in range(1, steps + 1):
-            lists.append(scheduler.training_step(step, batch))
+        for step in range(1, count + 1):
+            lists.append(scheduler.training_step(step, batch, commit=step % length == 0))
             lists[-1].tasks[:0] = resolved
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
-        return simulator.run(lists), lists[-1]
+        return SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
 
 
 @contextmanager

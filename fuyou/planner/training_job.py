@@ -11,6 +11,7 @@ from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from common.models.adapters.options import SavedAdapter
 from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.models.vision import DEFAULT_FREEZING, TowerFreezing
@@ -160,6 +161,7 @@ def describe_training(
     adapters: PeftConfig | None = None,
     frozen: FrozenDtype | None = None,
     towers: TowerFreezing = DEFAULT_FREEZING,
+    saved: SavedAdapter | None = None,
     router_loss: str = "auto",
     padded: bool = False,
     **settings: Any,
@@ -173,6 +175,7 @@ def describe_training(
         rows, seq_len: shape of a batch.
         precision: None computes in bf16.
         adapters: adapters to train while the weights are frozen.
+        saved: adapters of this configuration to begin with.
         frozen: storage of frozen matrices; None for the checkpoint's bytes if compressed, else the compute dtype.
         router_loss: see :mod:`fuyou.model.loss.router_loss`.
         padded: whether batches come with a mask that hides tokens.
@@ -193,6 +196,7 @@ def describe_training(
         checkpoint=checkpoint,
         towers=towers,
         draw=False,
+        saved=saved,
     )
     return TrainingJob(
         type(opened.stack.model).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from transformers import LlamaConfig
-
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from fcdp.planner import Cluster, Engine, Estimate, Workload, estimate, load_cluster
@@ -90,7 +88,7 @@ def workload_of(
 def at_share(cluster: Cluster, share: float) -> Cluster:
     """Return a cluster on which an engine reaches another share of the peak."""
     assert cluster.peak_flops_per_second is not None
-    return replace(cluster, flops_per_second=share * cluster.peak_flops_per_second)
+    return replace(cluster, flops_per_second=share * cluster.peak_flops_per_second, compute=None)
 
 
 def share_for(mfu: float, case: Callable[[float], float]) -> float:
@@ -335,26 +333,6 @@ def topo_figure_7(case: str, system: str) -> float:
     return baseline.step_seconds / topo_run(system, 48).step_seconds
 
 
-# torchtitan
-
-
-def fsdp2_table_3(case: str, system: str) -> float:
-    """Two sequences of 8,192 tokens on each GPU, with our own engine."""
-    llama = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-    workload = Workload.of_model(llama, seq_len=8192, micro_batch=2)
-    single, sixteen = (
-        Run(cluster_of("h100-roce").resized(Levels((8, nodes))), workload, Engine()) for nodes in (1, 16)
-    )
-    return single.plan(PRESETS["zero3"]).step_seconds / sixteen.plan(PRESETS["zero3"]).step_seconds
-
-
 FIGURES: dict[tuple[str, str], Callable[[str, str], float]] = {
     ("AMSP", "11"): amsp_figure_11,
     ("AMSP", "13"): amsp_figure_13,
@@ -373,5 +351,4 @@ FIGURES: dict[tuple[str, str], Callable[[str, str], float]] = {
     ("PaRO", "8"): paro_figure_8,
     ("PaRO", "table 3"): paro_table_3,
     ("ZeRO-topo", "7"): topo_figure_7,
-    ("torchtitan", "tables 1 and 3"): fsdp2_table_3,
 }

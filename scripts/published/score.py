@@ -25,7 +25,8 @@ class Value:
     planned: float
     unit: str
     better: str
-    mark: str = ""  # ``baseline``, ``calibrates`` or ``counted``
+    mark: str = ""  # ``baseline``, ``calibrates``, ``chosen``, ``slip`` or ``counted``
+    ordered: bool = False  # Whether the order of systems follows from what they are
 
     @property
     def error(self) -> float:
@@ -42,24 +43,30 @@ def values() -> list[Value]:
     planned = []
     for figure in figures:
         plan = FIGURES[figure["paper"], figure["figure"]]
-        for case, system, published, *mark in figure["rows"]:
+        chosen, ordered = figure.get("chosen"), figure.get("ordered", False)
+        for case, system, published, *marks in figure["rows"]:
+            mark = marks[0] if marks else "chosen" if chosen else ""
             planned.append(
                 Value(
                     figure["paper"], figure["figure"], case, system, published, plan(case, system), figure["unit"],
-                    figure["better"], *mark,
+                    figure["better"], mark, ordered,
                 )
             )  # fmt: skip
     return planned
 
 
 def pairs(planned: list[Value]) -> list[tuple[Value, Value, bool]]:
-    """Every pair of systems of one case that differ, the better one first, and whether it is planned to be better."""
+    """Every pair of systems of one case that differ, the better one first, and whether it is planned to be better.
+
+    Pairs that cannot come out wrong, and those of which both values were known, do not count.
+    """
     key = lambda value: (value.paper, value.figure, value.unit, value.case)  # noqa: E731
     result = []
     for _, group in groupby(sorted(planned, key=key), key):
         for pair in combinations(group, 2):
             low, high = sorted(pair, key=lambda value: value.published)
-            if high.published > DIFFERENT * low.published:
+            known = all(value.mark in ("chosen", "calibrates") for value in pair)
+            if high.published > DIFFERENT * low.published and not low.ordered and not known:
                 best, other = (high, low) if high.better == "higher" else (low, high)
                 result.append((best, other, high.planned > low.planned))
     return result
@@ -67,7 +74,7 @@ def pairs(planned: list[Value]) -> list[tuple[Value, Value, bool]]:
 
 def summary(planned: list[Value]) -> dict[str, Any]:
     """Return the shares and errors of all values that the planner was not given."""
-    compared = [value for value in planned if value.mark not in ("baseline", "calibrates", "slip")]
+    compared = [value for value in planned if value.mark not in ("baseline", "calibrates", "chosen", "slip")]
     errors = [abs(value.error) for value in compared]
     ranked = pairs(planned)
     return {

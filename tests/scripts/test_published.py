@@ -11,7 +11,10 @@ def test_rankings_and_values_of_all_papers() -> None:
     score = summary(planned)
     assert score["values"] >= 80
     assert score["median_error"] <= 0.15
+    assert sum(value.mark == "chosen" for value in planned) == 42  # docs/papers.md names them
     ranked = pairs(planned)
+    assert not any(first.ordered for first, _, _ in ranked)
+    assert len(ranked) == 60
     assert sum(right for _, _, right in ranked) >= 0.9 * len(ranked)
     far = {
         (value.figure, value.case, value.strategy)

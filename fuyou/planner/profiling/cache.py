@@ -59,6 +59,15 @@ class Profile:
     measured_at: float  # Time of the measurement, in seconds since the epoch
     measured_in_seconds: float
 
+    def is_plausible(self) -> bool:
+        """Return whether all figures can have been measured: a file may hold anything."""
+        numbers = {name: value for name, value in vars(self).items() if name != "device"}
+        if not all(type(value) in (int, float) and value >= 0 for value in numbers.values()):
+            return False
+        counts = [value for name, value in numbers.items() if name.endswith(("tokens", "_per_second"))]
+        divisors = self.block_forward_seconds, self.block_backward_seconds, self.block_parameters
+        return min(counts) >= 1 and min(divisors) > 0
+
     def rates(self, recomputed: float = 1.0) -> TaskRates:
         """Return the rates for the simulator.
 
@@ -105,7 +114,8 @@ def load(workload: ProfiledWorkload, device: Device) -> Profile | None:
         return None
     try:
         profile = Profile(**content["profile"])
-        return profile if 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS else None
+        is_recent = 0 <= time.time() - profile.measured_at < MAX_AGE_SECONDS
+        return profile if is_recent and profile.is_plausible() else None
     except (KeyError, TypeError):
         return None
 

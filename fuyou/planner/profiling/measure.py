@@ -7,25 +7,24 @@ This takes 3 to 8 s, and at most 20 s on slow drives or processors. It needs abo
 block or the head, and 24 MiB per drive.
 """
 
-import os
 import shutil
 import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from common.errors import UserError
 from common.memory.buffers import HostBuffer
+from common.scratch import scratch_folder
 from common.store import Extent, Layout, Store, Throttle, commit_manifest
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
@@ -87,7 +86,6 @@ def _parts(stack: StreamedModel, shape: ModelLayout, device: Device, workload: P
 
 # -- drives -----------------------------------------------------------------------------------------------------------
 
-FOLDER = "fuyou-profile-"  # Beginning of the scratch folder's name; the process id follows
 DIRECTION_SECONDS = 0.5  # Each direction is measured for this long
 _FILL_SECONDS = 1.5  # The files are written once before anything is measured, but for no longer than this
 PAST_CACHE_SECONDS = 30.0  # Longest time that is written to fill the drives' fast caches
@@ -140,7 +138,7 @@ def measure_drives(directories: Sequence[Path], throttle: Throttle | None, *, pa
             for path in store.directories:
                 commit_manifest(path, {"scratch": True})
             commit = time.perf_counter() - start
-            _, read = _move(store.read, buffers, cycle(written), DIRECTION_SECONDS)
+            _, read = _move(store.read_unchecked, buffers, cycle(written), DIRECTION_SECONDS)
             return DriveRates(read, sustained, burst, filled_bytes, commit, store.direct)
     finally:
         for buffer in buffers:
@@ -221,19 +219,9 @@ def open_scratch(directories: Sequence[Path], layout: Layout, throttle: Throttle
     Raises:
         UserError: if there is no space for it.
     """
-    for folder in (folder for path in directories for folder in path.glob(f"{FOLDER}*")):
-        number = folder.name.removeprefix(FOLDER)
-        if number.isdigit() and not psutil.pid_exists(int(number)):  # its process was killed
-            shutil.rmtree(folder, ignore_errors=True)
-    folders = [path / f"{FOLDER}{os.getpid()}" for path in directories]
-    try:
-        for folder in folders:
-            folder.mkdir()
-        with Store.create(folders, layout, io="posix", throttle=throttle) as store:
-            yield store
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(scratch_folder(path)) for path in directories]
+        yield stack.enter_context(Store.create(folders, layout, io="posix", throttle=throttle))
 
 
 # -- the link to the device -------------------------------------------------------------------------------------------

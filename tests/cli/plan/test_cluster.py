@@ -1,11 +1,13 @@
 """``finetune --plan`` for clusters: what it prints, as a table and as JSON, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
 from cli.main import main
 from common.models.presets import load_config
+from common.units import format_seconds
 from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import parse_strategy
@@ -67,6 +69,28 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     assert "2 of 2 groups of 2 stay under one leaf switch: 0 2 1 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("size", [["--nodes", "2"], ["--levels", "2,2,2"]])
+def test_says_that_one_node_is_faster(capsys: pytest.CaptureFixture[str], size: list[str]) -> None:
+    words = ["--plan", "--cluster", "a40-1gbe", "--model", "gpt3-1.3b"]
+    several = planned(capsys, *words, *size)
+    assert main([*words, *size]) == 0
+    said = re.search(
+        r"^one node is faster: (\S+), (.*) per step instead of (.*) \((.*)\)$", capsys.readouterr().out, re.M
+    )
+    assert said is not None
+    alone = planned(capsys, *words, *said[4].split())
+    assert alone["choice"] == several["one_node"] and said[1] == alone["choice"]["name"]
+    assert said[2] == format_seconds(alone["choice"]["step_seconds"])
+    assert said[3] == format_seconds(several["choice"]["step_seconds"])
+    assert alone["choice"]["step_seconds"] < several["choice"]["step_seconds"]
+
+
+def test_does_not_say_that_where_several_nodes_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*A800, "--nodes", "2", "--batch-size", "256"]
+    assert planned(capsys, *words)["one_node"] is None
+    assert main(words) == 0 and "one node" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["--plan", "--nodes", "2", "--model", "llama-7b"], "--cluster PRESET"),
     ([*A800, "--cluster", "a800"], "Did you mean 'a800-hdr'"),
@@ -79,9 +103,9 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
     (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "2", "--strategy", "zero-topo"], "there is no pair"),
     (["--model", "llama-10m", "--nodes", "1", "--gpus-per-node", "2", "--levels", "2,2,2"], "--levels 2,2,2 has 2"),
     (["--model", "llama-10m", "--levels", "2,2,2"], "add --nodes"),
-    ([*A800, "--ssd", "/tmp"], "--ssd is for training out of core"),
-    ([*A800, "--trace", "x.json"], "--trace is for training out of core"),
-    ([*A800, "--host-memory", "64GiB"], "--host-memory is for training out of core"),
+    ([*A800, "--ssd", "/tmp"], "--ssd is for plans out of core"),
+    ([*A800, "--trace", "x.json"], "--trace is for plans out of core"),
+    ([*A800, "--host-memory", "64GiB"], "--host-memory is for plans out of core"),
 ])  # fmt: skip
 def test_rejects_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(with_data(words)) == 2

@@ -46,6 +46,27 @@ def test_what_does_not_fit_is_an_answer(finetune: Finetune) -> None:
     assert outcome.status == 1 and outcome.err == "" and "--host-memory of at least" in outcome.out
 
 
+def test_memory_that_is_not_given_is_assumed_and_not_this_machines(finetune: Finetune) -> None:
+    assumes = "48 GiB of host memory for the run (--host-memory)"
+    without = finetune("--plan", *SERVER[:-2], "--model", "llama-10m")
+    assert without.status == 0 and assumes in " ".join(without.out.split())
+    assert assumes not in " ".join(finetune("--plan", *SERVER, "--model", "llama-10m").out.split())
+
+
+def test_one_memory_of_host_and_gpu_is_counted_once(finetune: Finetune, tmp_path: Path) -> None:
+    gpu = tmp_path / "unified.toml"
+    gpu.write_text('name = "a GPU"\nmemory = "128GiB"\nlink_gb_per_s = 100\nbf16_tflops = 100\nunified = true\n')
+    hardware = ("plan", "--gpu", gpu, "--drive", "p5510", "--model", "llama-10m")
+    text = " ".join(finetune(*hardware, "--host-memory", "100GiB").out.split())
+    assert " of 50 GiB" in text.partition("device ")[2].partition(" host ")[0]
+    assert " of 50 GiB" in text.partition(" host ")[2].partition(" SSD ")[0]
+    assert "of the memory that GPU and host share, the GPU has 50 GiB (--device-memory)" in text
+    chosen = " ".join(finetune(*hardware, "--host-memory", "100GiB", "--device-memory", "70GiB").out.split())
+    assert " of 70 GiB" in chosen and " of 30 GiB" in chosen
+    refused = finetune(*hardware, "--host-memory", "20GiB", "--device-memory", "20GiB")
+    assert refused.status == 2 and "leaves nothing for the host" in refused.err
+
+
 @pytest.mark.slow
 def test_the_largest_model(finetune: Finetune) -> None:
     outcome = finetune("--plan", *SERVER[:-1], "8GiB", "--max-model", "--batch-size", 1, "--json")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cli.main import main
+from common.units import format_count, format_seconds
 
 COMMAND = (
     "--plan", "--model", "gpt2-350m", "--gpu", "4090", "--drive", "samsung-980-pro-1tb", "--ssds", "1",
@@ -37,6 +38,29 @@ def test_bytes_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         sent = slow["network_sent_bytes_per_step"] * ranks  # of a node
         assert slow["step_seconds"] >= 0.99 * sent / 125e6
         assert slow["gpu_bound_tokens"] > fast["gpu_bound_tokens"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_says_that_one_node_is_faster(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+    node = ("--gpus-per-node", str(ranks))
+    alone = plan(capsys, *(("--nodes", "1", *node) if ranks > 1 else ()))
+    slow = ("--nodes", "2", *node, "--network", "100Mbit/s")
+    several = plan(capsys, *slow)
+    (other,) = several["alternatives"]
+    assert other["tokens_per_second"] == pytest.approx(alone["tokens_per_second"])
+    assert other["tokens_per_second"] > several["tokens_per_second"]
+    assert main([*COMMAND, *slow]) == 0
+    rates = [f"{format_count(each['tokens_per_second'])} tokens/s" for each in (alone, several)]
+    steps = [format_seconds(each["step_seconds"]) for each in (alone, several)]
+    how = "no --nodes" if ranks == 1 else "--nodes 1 --gpus-per-node 2"
+    assert (
+        f"one node is faster: {rates[0]}, {steps[0]} per step instead of {rates[1]} and {steps[1]}, bound by the "
+        f"network ({how})"
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+def test_does_not_say_that_where_several_nodes_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, "--nodes", "2", "--network", "100Gbit/s")["alternatives"] == []
 
 
 @pytest.mark.parametrize(("words", "message"), [

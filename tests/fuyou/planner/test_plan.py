@@ -1,21 +1,26 @@
 """Plans of a small model on machines whose figures can be worked out by hand."""
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, LlamaConfig
 
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import find_blocks
+from fuyou import Engine
 from fuyou.layout.model_layout import BufferCounts
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, search
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.plan import Candidate
-from fuyou.planner.simulator import TaskRates
+from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Resource
+from fuyou.schedule.tasks import Resource, StepList
+from tests.helpers.twin import tiny_configs
 
 SEQ_LEN, LAYERS = 64, 6
 FAST = TaskRates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
@@ -152,3 +157,36 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> N
     assert len(merged.tasks.tasks) < len(exact.tasks.tasks) / 2
     assert merged.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
+
+
+@pytest.mark.parametrize("host_cache", [0, None])
+@pytest.mark.parametrize("commit_every", [1, 3, 10])
+def test_a_plan_counts_the_bytes_of_runs_that_commit_every_few_steps(
+    commit_every: int, host_cache: int | None, tmp_path: Path
+) -> None:
+    """Records that stay in host memory are written for a commit only; others in every step."""
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with Engine(
+        tiny_configs()["llama"], ssd=tmp_path, device="cpu", dtype="bf16", batch_shape=(2, 16), host_memory="300MiB",
+        commit_every=commit_every, host_cache=host_cache,
+    ) as engine:  # fmt: skip
+        written = []
+        for _ in range(2 * commit_every + 1):
+            engine(input_ids=ids, labels=ids).loss.backward()
+            written.append(engine.step().planned_written_bytes)
+        run = engine._run
+        planned = simulate(run.shape, engine.memory_plan, FAST, commit_every=commit_every)
+    cycle = written[commit_every : 2 * commit_every]
+    assert round(planned.mean(StepList.ssd_written_bytes) * commit_every) == sum(cycle) > 0
+    assert (len(set(cycle)) > 1) == (commit_every > 1 and host_cache is None)
+
+
+def test_a_plan_obeys_commit_every(job: TrainingJob) -> None:
+    """Where the drives are the bound and states fit into host memory, fewer commits are faster and write less."""
+    on = machine(replace(FAST, write_bytes_per_second=1e8, read_bytes_per_second=1e8))
+    plans = [search(replace(job, commit_every=every), on) for every in (1, 2, 10, 1000)]
+    for more, fewer in itertools.pairwise(plans):
+        assert fewer.step_seconds < more.step_seconds
+        assert fewer.written_bytes < more.written_bytes
+        assert fewer.busy[Resource.SSD] < more.busy[Resource.SSD]
+    assert plans[1].written_bytes == pytest.approx(plans[0].written_bytes / 2, rel=0.01)

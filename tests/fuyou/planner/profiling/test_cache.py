@@ -1,5 +1,7 @@
 """A kept profile is used for the same work on the same machine, as long as it is whole and not old."""
 
+import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -67,3 +69,13 @@ def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) ->
     assert load(workload, CPU) is None
     save(profile(), workload, CPU)
     assert load(workload, CPU) is not None
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e-300, math.nan, "x", None, True, [1]], ids=str)
+@pytest.mark.parametrize("name", ["read_bytes_per_second", "block_forward_seconds", "tokens"])
+def test_figures_that_nobody_measured_are_measured_again(value: Any, name: str, workload: ProfiledWorkload) -> None:
+    (file,) = kept()
+    content = json.loads(file.read_text())
+    content["profile"][name] = value
+    file.write_text(json.dumps(content))
+    assert (load(workload, CPU) is None) is (name != "block_forward_seconds" or value != 1e-300)

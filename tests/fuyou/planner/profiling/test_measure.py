@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
+from common.scratch import PREFIX
 from common.store import Layout
 from fuyou.layout.record import Precision
 from fuyou.model.model_records import model_records
@@ -88,7 +89,7 @@ def test_a_long_micro_batch_is_measured_on_less_of_it() -> None:
 
 
 def test_scratch_files_go_in_every_case(tmp_path: Path) -> None:
-    layout, left = Layout(1), tmp_path / "fuyou-profile-999999999"  # of a process that was killed
+    layout, left = Layout(1), tmp_path / f"{PREFIX}killed"  # of a process that was killed
     layout.allocate("bandwidth", 4096)
     with open_scratch([tmp_path], layout, None):
         (folder,) = tmp_path.iterdir()
