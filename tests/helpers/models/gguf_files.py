@@ -4,13 +4,43 @@ import json
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
-from tests.helpers.models.small_checkpoints import small_checkpoint
+from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
+
+LLAMA = SIZES | {"intermediate_size": 64}
+FIELDS: dict[str, int | float | str] = {
+    "block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64,
+    "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 1e4,
+}  # fmt: skip
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 768}
+FAMILIES: dict[str, tuple[PreTrainedConfig, dict[str, int | float | str]]] = {
+    "llama": (LlamaConfig(**LLAMA), {}),  # whose queries and keys llama.cpp permutes
+    "gemma2": (Gemma2Config(**LLAMA, head_dim=16), {"attention.key_length": 16}),  # tied, and its norms have 1 added
+    "qwen3_moe": (
+        Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=16),
+        {"attention.key_length": 16, "expert_count": 2, "expert_used_count": 1},
+    ),
+}
 
 
 def write_gguf(
-    file: Path, config: PreTrainedConfig, fields: dict[str, int | float], drop: str = "-", architecture: str = ""
+    file: Path,
+    config: PreTrainedConfig,
+    fields: dict[str, int | float | str],
+    drop: str = "-",
+    architecture: str = "",
+    rope_factors: np.ndarray | None = None,
+    tokenizer_fields: dict[str, str | bool] | None = None,
+    merges: int | None = None,
 ) -> Path:
     """Write a model of a configuration under llama.cpp's names, its matrices in 8 bits, and return the file.
 
@@ -18,29 +48,39 @@ def write_gguf(
         fields: metadata of the family, by their names without it.
         drop: part of the names of tensors to leave out.
         architecture: llama.cpp's name of the family, if it is not that of ``config``.
+        rope_factors: content of the tensor ``rope_freqs.weight``, if there is to be one.
+        tokenizer_fields: metadata of the tokenizer besides its vocabulary, by their names without ``tokenizer.ggml.``.
+        merges: how many of the tokenizer's merges to write, if not all.
     """
     import gguf
 
     checkpoint = small_checkpoint(file.parent / f"{file.stem}-written", config)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    family = config.model_type.replace("_moe", "moe")
+    family = config.model_type.replace("_moe", "moe").removesuffix("_text")
     architecture = architecture or family
     writer = gguf.GGUFWriter(file, architecture)
     for name, value in fields.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add = {float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(f"{architecture}.{name}", value)
     words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(words)
-    merges = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    tokenizer_fields = {"model": "gpt2", "pre": "gpt-2"} | (tokenizer_fields or {})
+    for name, value in tokenizer_fields.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_string
+        add(f"tokenizer.ggml.{name}", value)
+    space = "Ġ" if tokenizer_fields["model"] == "gpt2" else "▁"
+    writer.add_token_list([word.replace("Ġ", space) for word in words])
+    pairs = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["merges"][:merges]
+    writer.add_token_merges([" ".join(pair).replace("Ġ", space) for pair in pairs])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(tokenizer.chat_template)
-    names = gguf.get_tensor_name_map({name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[family], 2)
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + 1  # which these models add, and llama.cpp has in the file
         parts = {name.removesuffix(".weight"): value}
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
@@ -53,6 +93,8 @@ def write_gguf(
             writer.add_tensor(
                 f"{stored}.weight", gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), kind), raw_dtype=kind
             )
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

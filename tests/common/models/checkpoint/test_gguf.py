@@ -1,42 +1,36 @@
 """GGUF files give the weights that transformers reads from them, bit for bit."""
 
+import copy
+import os
+import re
+import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
-    Qwen3MoeConfig,
+    PreTrainedTokenizerBase,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
+from common.models.checkpoint import gguf
+from common.models.checkpoint.gguf import dequantized
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
-from tests.helpers.models.gguf_files import write_gguf
-from tests.helpers.models.small_checkpoints import SIZES
+from tests.helpers.models.gguf_files import FAMILIES, FIELDS, LLAMA, write_gguf
 
 pytest.importorskip("gguf")
-LLAMA = SIZES | {"intermediate_size": 64}
-FIELDS: dict[str, int | float] = {
-    "block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64,
-    "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6,
-    "rope.freq_base": 1e4,
-}  # fmt: skip
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 768}
-FAMILIES: dict[str, tuple[PreTrainedConfig, dict[str, int | float]]] = {
-    "llama": (LlamaConfig(**LLAMA), {}),  # whose queries and keys llama.cpp permutes
-    "gemma2": (Gemma2Config(**LLAMA, head_dim=16), {"attention.key_length": 16}),  # tied, and its norms have 1 added
-    "qwen3_moe": (
-        Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=16),
-        {"attention.key_length": 16, "expert_count": 2, "expert_used_count": 1},
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +59,54 @@ def test_weights_are_those_that_transformers_reads(family: str, tmp_path: Path) 
     assert load_config(tmp_path / "model.gguf")[1] == directory and weights.stat().st_mtime_ns == written
 
 
+def test_a_damaged_or_unfinished_conversion_is_made_again(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
+    directory = dequantized(file)
+    names = sorted(path.name for path in directory.iterdir())
+    assert (directory / "tokenizer.json").stat().st_size
+    for name in ("tokenizer.json", "model.safetensors", "config.json", gguf.SOURCE):
+        whole = (directory / name).read_bytes()
+        (directory / name).write_bytes(b"")  # as after a power cut
+        (directory / "model-00007-of-00009.safetensors").write_bytes(b"")  # a killed conversion's
+        assert dequantized(file) == directory
+        assert (directory / name).read_bytes() == whole
+        assert sorted(path.name for path in directory.iterdir()) == names
+
+
+def test_conversions_of_what_a_file_held_before_go_unless_they_are_needed(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
+    other = dequantized(write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS))
+    conversions = []
+
+    def convert_changed() -> None:
+        os.utime(file, ns=(0, len(conversions)))
+        conversions.append(dequantized(file))
+
+    def present() -> list[bool]:
+        return [path.is_dir() for path in conversions]
+
+    convert_changed()
+    convert_changed()
+    assert present() == [True, True]  # both are in use by this process
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        gguf.keep_for_adapter(conversions[0], adapter)
+    assert gguf.adapters_of(conversions[0]) == [str(adapter)]
+    assert gguf.source_of(conversions[0]) == file and gguf.source_of(tmp_path) is None
+    for lock in gguf._held.values():  # as if these processes had ended
+        lock.close()
+    gguf._held.clear()
+    convert_changed()
+    assert present() == [True, False, True]
+    shutil.rmtree(adapter)
+    convert_changed()
+    assert present() == [False, False, True, True] and other.is_dir()
+    gguf.keep_for_adapter(tmp_path, adapter)  # no conversion
+    assert not (tmp_path / gguf.NAMED_BY).exists()
+
+
 def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "broken.gguf").write_bytes(b"GGUF, but not really")
@@ -80,3 +122,208 @@ def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
         load_config(folder)
     with pytest.raises(UserError, match="GGUF model with architecture rwkv7 is not supported"):
         load_config(write_gguf(tmp_path / "rwkv.gguf", FAMILIES["llama"][0], FIELDS, architecture="rwkv7"))
+
+
+def check_loss(written: PreTrainedConfig, directory: Path | None) -> None:
+    """The loss is that of the model that was written, with the weights that were read; unscaled it is another."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.arange(60)[None] % 30
+
+    def loss(config: PreTrainedConfig) -> float:
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(loaded.state_dict())
+        with torch.no_grad():
+            return float(model(input_ids=ids, labels=ids).loss)
+
+    with torch.no_grad():
+        read = float(loaded(input_ids=ids, labels=ids).loss)
+    assert read == loss(written)
+    unscaled = copy.deepcopy(written)
+    unscaled.rope_parameters = type(written)(rope_theta=1e4).rope_parameters
+    assert read != loss(unscaled)
+
+
+SCALED: dict[str, tuple[dict[str, Any], dict[str, int | float | str]]] = {
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0},
+        {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.finetuned": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotary_embeddings_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    scaling, fields = SCALED[kind]
+    written = LlamaConfig(**LLAMA, rope_parameters={"rope_theta": 1e4, **scaling})
+    read, directory = load_config(write_gguf(tmp_path / "model.gguf", written, FIELDS | fields))
+    assert read.rope_parameters == written.rope_parameters
+    check_loss(written, directory)
+
+
+def test_llama_3_keeps_its_scaled_frequencies(tmp_path: Path) -> None:
+    """llama.cpp stores what each frequency is divided by, in a tensor."""
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192}
+    written = LlamaConfig(
+        **LLAMA | {"hidden_size": 128}, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    )
+    plain = 5e5 ** (-torch.arange(0, 64, 2) / 64)
+    factors = (plain / ROPE_INIT_FUNCTIONS["llama3"](written, "cpu")[0]).numpy()
+    assert factors[0] == 1 and factors[-1] == pytest.approx(32) and len(set(factors.round(2))) > 3
+    fields = FIELDS | {"embedding_length": 128, "rope.freq_base": 5e5}
+    read, directory = load_config(write_gguf(tmp_path / "model.gguf", written, fields, rope_factors=factors))
+    assert read.rope_parameters == written.rope_parameters
+    check_loss(written, directory)
+    with pytest.raises(UserError, match=r"rope_freqs.weight scales rotary embeddings in another way than"):
+        load_config(write_gguf(tmp_path / "other.gguf", written, fields, rope_factors=factors[::-1]))
+
+
+def test_gemma_3_scales_layers_without_a_window(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 2e4}
+    written = Gemma3TextConfig(
+        **LLAMA | {"num_hidden_layers": 6}, head_dim=16, sliding_window=8,  # the sixth has no window
+        rope_parameters={"full_attention": scaled, "sliding_attention": local},
+    )  # fmt: skip
+    fields = FIELDS | {
+        "block_count": 6, "attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 8,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 2e4, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+    }  # fmt: skip
+    read, directory = load_config(write_gguf(tmp_path / "model.gguf", written, fields))
+    assert read.rope_parameters == {"full_attention": scaled, "sliding_attention": local}
+    assert read.sliding_window == 8
+    check_loss(written, directory)
+
+
+def header(keys: bytes, key_count: int = 1, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, key_count) + keys
+
+
+def key(kind: int, value: bytes, name: bytes = b"llama.block_count") -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+HOSTILE = {
+    "keys": (header(b"", 1 << 60), "1,152,921,504,606,846,976 keys"),
+    "tensors": (header(b"", 0, 1 << 60), "1,152,921,504,606,846,976 tensors"),
+    "name": (header(struct.pack("<Q", 1 << 40)), "1,099,511,627,776 bytes of a key"),
+    "text": (header(key(8, struct.pack("<Q", 1 << 40))), "1,099,511,627,776 bytes of llama.block_count"),
+    "array": (header(key(9, struct.pack("<IQ", 0, 1 << 30))), "1,073,741,824 elements of llama.block_count"),
+    "arrays": (
+        header(key(9, struct.pack("<IQ", 0, 3_000_000) + bytes(3_000_000)) * 2, 2),
+        "3,000,000 elements of llama.block_count, and at most 1,000,000",
+    ),
+    "depth": (header(key(9, struct.pack("<IQ", 9, 1) * 9)), "arrays of arrays"),
+    "layers": (header(key(4, struct.pack("<I", 10**9))), "llama.block_count = 1,000,000,000, and no model"),
+    "dimensions": (header(struct.pack("<QI", 0, 1 << 31), 0, 1), "2,147,483,648 dimensions"),
+    "end": (header(key(9, struct.pack("<IQ", 8, 9))), "it ends within its header"),
+    "kind": (header(key(99, b"")), "unknown type 99"),
+    "version": (b"GGUF" + struct.pack("<I", 77), "version 77"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_header_that_would_fill_the_memory_is_refused_before_it_is_read(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, message = HOSTILE[fault]
+    (tmp_path / "hostile.gguf").write_bytes(content)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers reads it"))
+    with pytest.raises(UserError, match=f"hostile.gguf.*{re.escape(message)}"):
+        load_config(tmp_path / "hostile.gguf")
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"attn_logit_softcapping": 30.0}, "llama.attn_logit_softcapping = 30.0, which LlamaConfig cannot express"),
+    ({"a_key_of_tomorrow": 7}, "llama.a_key_of_tomorrow = 7, which LlamaConfig cannot express"),
+    ({"attention.sliding_window": 16}, "a sliding window of 16, which LlamaConfig cannot express"),
+    ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "scaled by longrope, which is not read"),
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "without the original context length"),
+    ({"rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.factor": 4.0}, "scaled with {'yarn_log_multiplier'"),
+    ({"expert_count": 4}, "llama.expert_count = 4, which LlamaConfig cannot express"),
+])  # fmt: skip
+def test_metadata_that_cannot_be_applied_are_rejected(
+    fields: dict[str, int | float | str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS | fields))
+
+
+def test_metadata_without_an_effect_are_no_obstacle(tmp_path: Path) -> None:
+    nothing: dict[str, int | float | str] = {
+        "attention.sliding_window": 64, "rope.scaling.type": "none", "attn_logit_softcapping": 0.0, "expert_count": 0,
+        "rope.dimension_count": 16, "attention.key_length": 16, "attention.value_length": 16,
+    }  # fmt: skip
+    load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS | nothing))
+
+
+def test_conversions_that_were_exchanged_are_made_again(tmp_path: Path) -> None:
+    config = FAMILIES["llama"][0]
+    files = [write_gguf(tmp_path / f"{name}.gguf", config, FIELDS | {"rope.freq_base": base})
+             for name, base in (("a", 1e4), ("b", 2e4))]  # fmt: skip
+    first, second = (load_config(file)[1] for file in files)
+    assert first is not None and second is not None
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+    assert [load_config(file)[0].rope_parameters["rope_theta"] for file in files] == [1e4, 2e4]
+
+
+def _tokenizer(folder: Path, fields: dict[str, str | bool], merges: int | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that a result has, of a GGUF file with these metadata of its tokenizer."""
+    file = write_gguf(folder / "model.gguf", FAMILIES["llama"][0], FIELDS, tokenizer_fields=fields, merges=merges)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(dequantized(file))
+    return tokenizer
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"pre": "stablelm2"}, "its tokenizer.ggml.pre is 'stablelm2', and how its tokenizer splits texts is not known"),
+    ({"pre": "default"}, "its tokenizer.ggml.pre is 'default', and how"),  # llama.cpp's, which is not GPT-2's
+    ({"pre": ""}, "it has no tokenizer.ggml.pre, and how its tokenizer splits texts is not known"),
+    ({"add_sep_token": True}, "it has tokenizer.ggml.add_sep_token, which is not read"),
+    ({"remove_extra_whitespaces": True}, "it has tokenizer.ggml.remove_extra_whitespaces, which is not read"),
+])  # fmt: skip
+def test_tokenizers_that_are_not_known_are_refused(fields: dict[str, str | bool], message: str, tmp_path: Path) -> None:
+    instead = "train on the checkpoint that the file was made of"
+    with pytest.raises(UserError, match=f"{re.escape(message)}.*: {instead}"):
+        _tokenizer(tmp_path, fields)
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [
+    ("gpt-2", ["I", "'ll", "Ġbe", "Ġ2024", "Ċ", "Ċ", "OK"]),
+    ("smollm", ["I", "'ll", "Ġbe", "Ġ", "2", "0", "2", "4", "Ċ", "Ċ", "OK"]),
+    ("qwen2", ["I", "'ll", "Ġbe", "Ġ", "2", "0", "2", "4", "ĊĊ", "OK"]),
+    ("llama-bpe", ["I", "'ll", "Ġbe", "Ġ", "202", "4", "ĊĊ", "OK"]),
+])  # fmt: skip
+def test_texts_are_split_by_the_rule_that_the_file_names(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    splitter = _tokenizer(tmp_path, {"pre": pre}).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in splitter.pre_tokenize_str("I'll be 2024\n\nOK")] == pieces
+
+
+@pytest.mark.parametrize(("fields", "is_whole", "begins"), [
+    ({"pre": "llama-bpe"}, True, True),
+    ({"pre": "tekken"}, True, True),
+    ({"pre": "llama-bpe", "add_bos_token": False}, True, False),
+    ({"pre": "qwen2"}, False, False),
+    ({"pre": "qwen2", "add_bos_token": True}, False, True),
+])  # fmt: skip
+def test_words_stay_whole_and_texts_begin_with_bos_as_in_llama_cpp(
+    fields: dict[str, str | bool], is_whole: bool, begins: bool, tmp_path: Path
+) -> None:
+    tokenizer = _tokenizer(tmp_path, fields, merges=1)
+    assert (tokenizer.tokenize(" the") == ["Ġthe"]) == is_whole  # no merge of the file makes it
+    assert (tokenizer("the")["input_ids"][0] == tokenizer.bos_token_id) == begins
+
+
+def test_what_the_file_adds_to_texts_is_added(tmp_path: Path) -> None:
+    assert _tokenizer(tmp_path, {"add_eos_token": True})("the")["input_ids"][-1] == 2
+    for add in (True, False):
+        (tmp_path / str(add)).mkdir()
+        tokenizer = _tokenizer(tmp_path / str(add), {"model": "llama", "add_space_prefix": add})
+        ids = tokenizer("the end", add_special_tokens=False)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁") == add
+        assert tokenizer.decode(ids) == "the end"
