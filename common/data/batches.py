@@ -71,6 +71,7 @@ class Batches(ABC):
     tokens: int  # Number of tokens of one epoch, without padding
     trainable_tokens: int  # Number of tokens of one epoch that carry loss
     description: str  # Text for the user: a line, and one more for each thing that is not as the files have it
+    stops: Sequence[int] = ()  # Tokens that end answers, at which generation has to stop
     # Whether a position's label is the token to predict there, not the token at that position
     labels_ahead: bool = False
     packed: bool = False  # Whether documents share rows
@@ -128,7 +129,7 @@ class PackedBatches(Batches):
         self.rows_per_item = 1 if kind is None else kind.rows
         self.rows, self.seq_len = header.rows // self.rows_per_item, header.seq_len
         self.tokens, self.trainable_tokens, self.digest = header.tokens, header.trainable_tokens, header.digest
-        self.steps_per_epoch = -(-self.rows // config.batch_size)
+        self.steps_per_epoch, self.stops = -(-self.rows // config.batch_size), header.stops
         files, tokens = counted(header.files, "file"), format_count(header.tokens)
         trained, lines = format_count(header.trainable_tokens), header.changes()
         if kind is None:
@@ -140,7 +141,8 @@ class PackedBatches(Batches):
             if not self.packed:
                 lines.append("one document in each row: nothing keeps those that share a row apart in this model")
         else:
-            counts = f"{self.rows:,} {kind.name} from {files}: {tokens} tokens, {trained} of them in answers"
+            answers = f", {trained} of them in answers" if header.trainable_tokens else ""  # texts of classes have none
+            counts = f"{self.rows:,} {kind.name} from {files}: {tokens} tokens{answers}"
         self.description = "\n".join([counts, *lines])
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -231,6 +233,7 @@ class MixedBatches(Batches):
         self.trainable_tokens = sum(part.trainable_tokens for part in parts)
         self.steps_per_epoch = -(-self.rows // batch_size)
         self.labels_ahead, self.packed = parts[0].labels_ahead, parts[0].packed
+        self.stops = sorted({token for part in parts for token in part.stops})
         identity = json.dumps([[part.digest for part in parts], self._counts.tolist()])
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.description = "\n".join(

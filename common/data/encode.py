@@ -12,7 +12,7 @@ even the first does, that answer is cut at the end of the row, as a completion i
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -20,10 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from common.data.messages import READ_KEYS
 from common.data.selection import Counts
 from common.data.shapes import Chat, Example, PlainText
-from common.data.template import ChatTemplate, Form, varied
+from common.data.spelling import varied
+from common.data.template import ChatTemplate, Form, answer_kind, special_tokens
+from common.data.written import WrittenText, text_of, tokenized
 from common.errors import UserError
+from common.limits import LimitExceeded
 
 _BATCH_EXAMPLES = 256
 _BATCH_CHARACTERS = 1 << 20  # an encoding takes some hundred bytes per token
@@ -135,6 +139,49 @@ class AnswerFinder:
         return starts[-1] + common_prefix(header, ids[starts[-1] :]) if starts else len(ids)
 
 
+class AnswerEnds:
+    """Has the model learn where an answer ends: a special token, at which generation stops, must carry loss.
+
+    Most templates end an answer with one. Some begin the next turn with it (GLM-4.5: ``<|user|>``), or leave it out of
+    what they mark as the assistant's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._special = tokenizer, special_tokens(tokenizer)
+
+    def train(
+        self, answer: TokenizedAnswer, stops: Collection[int], following: int | None
+    ) -> tuple[TokenizedAnswer, bool]:
+        """Return ``answer`` with loss on the tokens that end its answers, and whether each of them has such a token.
+
+        Args:
+            stops: tokens at which generation stops.
+            following: token to add where the rendering ends without one; None: none can be added.
+        """
+        ids, trained, ends, all_end = list(answer.ids), list(answer.trained), [], True
+        for end in answer.ends:
+            closing = self._closing(ids, end, stops)
+            if closing is None and end == len(ids) and following is not None:
+                ids.append(following)
+                trained.append(False)
+            if closing not in stops and end < len(ids) and ids[end] in (self._special if closing is None else stops):
+                trained[end] = True
+                end += 1
+            elif closing is None:
+                all_end = False
+            ends.append(end)
+        return TokenizedAnswer(ids, trained, tuple(ends)), all_end
+
+    def _closing(self, ids: list[int], end: int, stops: Collection[int]) -> int | None:
+        """Return the last token before ``end``, but for white space, if it is special or generation stops at it."""
+        for token in reversed(ids[:end]):
+            if token in self._special or token in stops:
+                return token
+            if str(self._tokenizer.decode([token])).strip():
+                return None
+        return None
+
+
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the number of tokens that both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
@@ -169,12 +216,15 @@ class Encoder:
         self.eos: int | None = tokenizer.eos_token_id
         self._vocab_size, self._every_token, self._is_alone = vocab_size, every_token, is_alone
         self._drop_unseen = drop_unseen
-        # What the tokenizer puts before every text by default: BOS, or nothing.
+        # What the tokenizer puts around every text by default: BOS, EOS, or nothing.
         bare, full = self._tokenize(["a"])[0], list(tokenizer("a")["input_ids"])
         starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
         self._prefix = full[: starts[0]] if starts else []
+        self._suffix = full[starts[0] + len(bare) :] if starts else []
+        self._written = WrittenText(tokenizer, self.fitting)
         self._template = ChatTemplate(source or tokenizer)
         self._finder = AnswerFinder(self._template.render)
+        self._ends, self._renders_again = AnswerEnds(tokenizer), source is not None
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
         """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
@@ -188,6 +238,8 @@ class Encoder:
                 plain = self._template.writes_alpaca
                 (self.fitting.alpaca if plain else self.fitting.turns).add(0, example.where)
                 example = example.plain if plain else example
+            elif isinstance(example, PlainText) and self._could_be_turns(example):
+                self.fitting.prompts.add(0, example.where)
             if isinstance(example, PlainText):
                 batch.append(example)
                 characters += len(example.prompt) + len(example.completion)
@@ -199,6 +251,11 @@ class Encoder:
                 if parts:
                     yield from self._fitted(parts, example.where, self._every_token)
         yield from self._encode_texts(batch)
+
+    def _could_be_turns(self, text: PlainText) -> bool:
+        if not text.prompt or self._every_token or not self._template.is_there:
+            return False
+        return not self._template.has_marks(text.prompt)
 
     def _segments(self, example: Example) -> Iterator[Example]:
         """Cut a long text where no token of the whole crosses the cut."""
@@ -216,8 +273,7 @@ class Encoder:
         yield replace(example, completion=text[start:], before=before)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        # Not verbose: documents longer than the model's context are cut later, which is no news.
-        return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
+        return tokenized(self.tokenizer, texts)
 
     def _encode_texts(self, batch: list[PlainText]) -> Iterator[EncodedSegment]:
         whole = self._tokenize([example.before + example.prompt + example.completion for example in batch])
@@ -227,24 +283,39 @@ class Encoder:
             untrained = common_prefix(next(known), ids) if lead else 0
             if example.before:
                 ids, untrained = ids[untrained:], 0
+            self._written.count(example.prompt + example.completion, [ids], example.where)
             trained = [False] * untrained + [True] * (len(ids) - untrained)
             prefix = [] if example.before or ids[: len(self._prefix)] == self._prefix else self._prefix
             ids, trained = prefix + ids, [not example.prompt] * len(prefix) + trained
             if example.ends and not self._is_closed(ids, untrained + len(prefix)):
                 ids, trained = [*ids, self.eos], [*trained, True]  # type: ignore[list-item]
+            self.fitting.stop_at([self.eos] if example.ends and self.eos is not None else [])
             continues = self._every_token or not (example.prompt or self._is_alone)
             yield from self._fitted([TokenizedAnswer(ids, trained)], example.where, continues, example.ends)
 
     def encode_classified(self, texts: Iterable[Example]) -> Iterator[EncodedSegment]:
-        """Encode texts for a classifier, with what the tokenizer puts around texts by default, and without loss."""
+        """Encode texts for a classifier, with what the tokenizer puts around texts by default, and without loss.
+
+        A text that is too long keeps these tokens, as with ``truncation=True`` of transformers: the last is often what
+        the head reads.
+        """
         for text in texts:
             assert isinstance(text, PlainText)
             ids = list(self.tokenizer(text.completion, verbose=False)["input_ids"])
             count = len(self._prefix)
             if ids[count : 2 * count] == self._prefix:  # the text has it already
                 ids = ids[count:]
+            self._written.count(text.completion, [ids], text.where)
             for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
-                yield part._replace(trained=np.zeros(len(part.ids), dtype=bool))
+                kept = ids if len(part.ids) == len(ids) else self._truncated(ids, len(part.ids))
+                yield part._replace(ids=np.array(kept, np.uint32), trained=np.zeros(len(kept), dtype=bool))
+
+    def _truncated(self, ids: list[int], tokens: int) -> list[int]:
+        """Return a text in fewer tokens, with those that the tokenizer puts around it."""
+        first, last = len(self._prefix), len(self._suffix)
+        if self.tokenizer.truncation_side == "left":
+            return ids[:first] + ids[len(ids) - tokens + first :]
+        return ids[: tokens - last] + ids[len(ids) - last :]
 
     def _is_closed(self, ids: list[int], start: int) -> bool:
         ends = [at for at in (len(ids) - 1, len(ids) - 2) if at >= start and ids[at] == self.eos]
@@ -267,11 +338,26 @@ class Encoder:
         The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
         and do not mark the assistant's tokens themselves.
         """
+        for key in (key for message in chat.messages for key in message.keys() - READ_KEYS):
+            if not (self._template.is_there and self._template.reads_key(key)):
+                self.fitting.add_unread(f"{key!r} of turns")
         try:
             seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
-            return (chat, []) if seen is None else (seen, self._parts(seen, form))
+            if seen is None:
+                return chat, []
+            parts = self._parts(seen, form)
+            self._written.count(text_of(seen), [part.ids for part in parts], chat.where)
+            if self._every_token:
+                return seen, parts
+            last = len(seen.messages) - 1
+            turns = [last if part.ends else turn for turn, part in zip(seen.answers or [last], parts, strict=False)]
+            return seen, [self._ended(part, seen, turn, form) for turn, part in zip(turns, parts, strict=True)]
         except UserError:
             raise
+        except LimitExceeded as error:
+            raise UserError(
+                f"{chat.where}: the chat template {error} for one conversation. Give another with --chat-template."
+            ) from error
         except Exception as error:  # templates are programs: they raise any exception
             raise UserError(
                 f"{chat.where}: the chat template refuses this conversation "
@@ -303,6 +389,18 @@ class Encoder:
         ids, marked = self._template.render_marked(chat.messages[: turn + 1], chat.options, marks)
         start = self._finder.start(chat, turn, ids)
         return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
+
+    def _ended(self, part: TokenizedAnswer, chat: Chat, turn: int, form: Form) -> TokenizedAnswer:
+        """Return a conversation up to ``turn``, or its last answer, with loss on what ends each answer."""
+        whole = part if part.ends else part._replace(ends=_run_ends(part.trained)[-1:])
+        # A processor renders the messages again, without what is added here.
+        following = None if self._renders_again else form.stops.get(answer_kind(chat.messages, turn))
+        ended, all_end = self._ends.train(whole, form.stops.values(), following)
+        if whole.ends:
+            self.fitting.stop_at(form.stops.values())
+        if not all_end:
+            self.fitting.endless.add(0, chat.where)
+        return ended if part.ends else ended._replace(ends=())
 
 
 def _cut_before(text: str, start: int, limit: int) -> int:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from common.data.read import KNOWN_EXTENSIONS, READERS, extension_of
-from common.errors import UserError, did_you_mean
-from common.files import no_data_file
+from common.errors import UserError, did_you_mean, on_one_line
+from common.files import no_data_file, read_text_file
 from common.hub import is_hub_name, may_download
+from common.units import counted
 
+_HEADER_BYTES = 1 << 20  # Bytes of a README in which its header is looked for
 TRAIN = "train"  # Split of a name without one
 
 # Files in which `datasets` describes a data set.
@@ -23,13 +25,16 @@ _SPLIT = re.compile(
     re.I,
 )
 
+# Names of a set of files that count them, as in train-00002-of-00003.parquet.
+_SHARD = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?!\d)")
+
 
 def find_files(names: tuple[str, ...]) -> list[Path]:
-    """Return the data files behind ``names``: each a file, a directory searched recursively in sorted order, or a hub's
+    """Return the data files of ``names``: each a file, a directory searched recursively in sorted order, or a hub's
     data set.
 
     A directory of several splits gives ``train``, or the split in ``directory:split``. Hidden entries and files that
-    are not data (by extension) are passed over.
+    are not data (by extension) are passed over. Of files that count themselves, a directory has to hold all.
     """
     files: list[Path] = []
     for name in names:
@@ -48,12 +53,14 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
             files.append(path)
     if unknown := [file for file in files if extension_of(file) not in READERS]:
         raise UserError(f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}.")
+    if len(files) > 1 and (empty := [file for file in files if file.is_file() and not file.stat().st_size]):
+        raise UserError(f"{empty[0]} has 0 bytes, as if it was not written to its end: write it again, or remove it.")
     return files
 
 
 def _files_in(directory: Path, split: str) -> list[Path]:
     readme = directory / "README.md"
-    if readme.is_file() and re.match(r"---\n.*?^configs:", readme.read_text(errors="replace"), re.S | re.M):
+    if readme.is_file() and re.match(rb"---\n.*?^configs:", _beginning(readme), re.S | re.M):
         return _files_of_split(f"{directory}:{split}" if split else str(directory), str(directory))
     splits: dict[str, list[Path]] = {}
     for path in _data_below(directory):
@@ -64,7 +71,7 @@ def _files_in(directory: Path, split: str) -> list[Path]:
             name = inner.parts[0]
         splits.setdefault(name, []).append(path)
     if len(splits) == 1 and not split:
-        return next(iter(splits.values()))
+        return _complete(next(iter(splits.values())))
     chosen = split or TRAIN
     if chosen not in splits or ("" in splits and not split):
         rest = f", and files of no split, such as {splits.pop('')[0]}" if "" in splits else ""
@@ -72,7 +79,27 @@ def _files_in(directory: Path, split: str) -> list[Path]:
             f"{directory} holds the splits {', '.join(splits) or 'none'}{rest}: name one, as in "
             f"{directory}:{next(iter(splits), TRAIN)}, or files, as in '{directory}/*.jsonl'."
         )
-    return splits[chosen]
+    return _complete(splits[chosen])
+
+
+def _complete(files: list[Path]) -> list[Path]:
+    """Return the files, after a look for those that their names count and that are not there."""
+    named = {(file.parent, match[1], int(match[3])) for file in files if (match := _SHARD.match(file.name))}
+    for directory, prefix, count in sorted(named):
+        data = [_SHARD.match(file.name) for file in directory.iterdir() if extension_of(file) in READERS]
+        numbers = {int(match[2]) for match in data if match and (match[1], int(match[3])) == (prefix, count)}
+        first = 1 if count in numbers else 0
+        if missing := sorted(set(range(first, first + count)) - numbers):
+            raise UserError(
+                f"{directory / prefix}{missing[0]:05}-of-{count:05} is missing, "
+                f"{counted(len(missing), 'file')} of {count:,} in all: fetch it, or name the files to read."
+            )
+    return files
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(_HEADER_BYTES)
 
 
 def _data_below(directory: Path) -> list[Path]:
@@ -80,11 +107,19 @@ def _data_below(directory: Path) -> list[Path]:
     entries = [
         path
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
+        if (path.is_file() or not path.exists())
+        and not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
     data = [path for path in entries if extension_of(path) in READERS and path.name not in _ABOUT_DATA]
+    if dangling := [path for path in data if not path.exists()]:
+        raise UserError(f"{dangling[0]} is a link to {dangling[0].readlink()}, which does not exist: fetch it.")
     for state in [path for path in data if path.name == "state.json" and path.with_name("dataset_info.json").is_file()]:
-        names = {str(file["filename"]) for file in json.loads(state.read_text()).get("_data_files", [])}
+        try:
+            names = {str(file["filename"]) for file in json.loads(read_text_file(state)).get("_data_files", [])}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{state} does not list the files of a data set: {on_one_line(error)}") from error
+        if missing := sorted(name for name in names if not state.with_name(name).is_file()):
+            raise UserError(f"{state.with_name(missing[0])} is missing, which {state.name} lists: save the data again.")
         data = [path for path in data if path.parent != state.parent or path.name in names]
     if not data:
         seen = sorted({path.suffix or path.name for path in entries})
@@ -141,4 +176,4 @@ def _files_of_split(name: str, directory: str) -> list[Path]:
             f"The data set {name!r} has no split {split!r}, but {', '.join(splits) or 'none'}: give "
             f"{repository}:SPLIT.{did_you_mean(split, splits)}"
         )
-    return [Path(file) for file in splits[split]]
+    return _complete([Path(file) for file in splits[split]])

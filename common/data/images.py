@@ -31,6 +31,7 @@ from common.data.prepare import open_or_build, padding_id
 from common.data.read import DataRecord, read_records
 from common.data.selection import Counts
 from common.data.shapes import Chat, examples_of_records
+from common.data.unread import noted
 from common.errors import FinetuneError, UserError
 from common.files import file_when_complete
 from common.store.errors import described
@@ -241,7 +242,7 @@ class ImageBatches(Batches):
             raise ValueError(f"{path} is not what was written")
         self._file, self.digest, header = path.open("rb"), digest.hexdigest(), Counts.parse(text)
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
-        self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.steps_per_epoch, self.stops = -(-header.rows // config.batch_size), header.stops
         self.seq_len = min(config.seq_len, rounded_width(header.longest))
         counts = (
             f"{header.rows:,} conversations with {header.images:,} images: {format_count(header.tokens)} tokens, "
@@ -290,7 +291,7 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
         counts, digest = RowFitter(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
         encoder = ImageEncoder(processor, config, counts)
         with described("writing", path), file_when_complete(path) as out:
-            for record in config.selection.read(files):
+            for record in noted(config.selection.read(files), counts, None):
                 for row in encoder.rows(record):
                     line = json.dumps(asdict(row)).encode() + b"\n"
                     digest.update(line)

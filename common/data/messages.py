@@ -27,7 +27,26 @@ _NAMES = {
 ROLES = {name: role for role, names in _NAMES.items() for name in names}
 # Names under which a message keeps what the assistant thought.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_LOSS_SWITCHES = ("train", "trainable", "training", "loss", "mask", "masked")  # of other tools, for "weight"
+# Keys of turns that other tools read: templates take them, or they change nothing here.
+READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", *REASONING}
+# What other tools read in place of "weight" in a turn, a part of its content, or a record, and where:
+LOSS_SWITCHES = (
+    # axolotl 067b021, prompt_strategies/chat_template.py and core/datasets/transforms/chat_builder.py: the fields of
+    # its documents (message_field_training, message_field_training_detail), and "train" of parts
+    "train", "training", "train_detail", "training_detail",
+    # ms-swift 3602360, swift/template/base.py and swift/loss_scale/base.py
+    "loss", "loss_scale",
+    # LLaMA-Factory ff6d4d1, v1/core/rendering/rendering.py
+    "loss_weight",
+    # torchtune 0031bfb, torchtune/data/_messages.py: Message.from_dict
+    "masked", "eot", "ipython",
+    # NeMo 083822e, gpt_sft_chat_dataset.py (the role without loss) and gpt_sft_dataset.py (packed rows)
+    "mask", "loss_mask",
+    # NeMo-RL 54bec9d, nemo_rl/data/interfaces.py and llm_message_utils.py
+    "loss_multiplier", "token_loss_mask",
+    # None of these by default, but what else could it mean?
+    "trainable",
+)  # fmt: skip
 _OTHER_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 
 
@@ -86,11 +105,13 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
     for arguments in (call["function"].get("arguments") for call in calls):
-        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-            try:
-                parse_json(arguments)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{which} has arguments that are not JSON ({error}): {arguments[:80]}") from error
+        if isinstance(arguments, str) and not arguments.lstrip().startswith("{"):
+            continue
+        try:
+            value = parse_json(arguments) if isinstance(arguments, str) else arguments
+            json.dumps(value, default=str, allow_nan=False)  # Python reads NaN, and 1e400 as Infinity
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{which} has arguments that are not JSON ({error}): {str(arguments)[:80]}") from error
     return calls
 
 
@@ -105,6 +126,11 @@ def _with_parts(message: Message, which: str) -> Message:
     for part in message["content"]:
         part = {"text": part} if isinstance(part, str) else part
         given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        if switch := next((key for key in ("weight", *LOSS_SWITCHES) if key in given), None):
+            raise UserError(
+                f"{which}: a part of its content has {switch!r}, and the parts of a turn carry loss together. Make it "
+                'several turns, and write "weight": 0 for one that carries no loss.'
+            )
         kind = given.get("type", "text" if given and {"text", "value"} >= set(given) else None)
         if kind in _OTHER_PARTS:
             content.append(part)
@@ -123,7 +149,7 @@ def _with_parts(message: Message, which: str) -> Message:
 
 
 def _check_weight(message: Message, which: str) -> None:
-    if switch := next((key for key in _LOSS_SWITCHES if key in message), None):
+    if switch := next((key for key in LOSS_SWITCHES if key in message), None):
         raise UserError(f'{which} has {switch!r}. Write "weight": 0 for a turn that carries no loss.')
     weight = message.get("weight")
     allowed = (0, 1) if message["role"] == "assistant" else (0,)

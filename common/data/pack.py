@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from common.data.encode import EncodedSegment
 from common.data.selection import Counts
 from common.errors import FinetuneError
-from common.files import file_when_complete
+from common.files import check_regular, file_when_complete
 from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 
-FORMAT_VERSION = 9  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = 13  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss
@@ -211,7 +211,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
         rules: Any = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in last_call}
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    side = ["left"] if tokenizer.truncation_side == "left" else []
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *side]
     return hashlib.sha256(json.dumps([rules, special, tokenizer.chat_template]).encode()).hexdigest()
 
 
@@ -220,9 +221,12 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         """Open the file and check its header and size."""
+        check_regular(path)
         self._file = path.open("rb", buffering=0)
         try:
             self.header = Counts.parse(_checked(self._file.read(_HEADER_BYTES)).rstrip())
+            if self.header.name != path.name:
+                raise ValueError(f"{path} was {self.header.name}, which is made of other data")
             self._row_bytes = 4 * (self.header.seq_len + 1) + _SUM_BYTES
             if os.fstat(self._file.fileno()).st_size != _HEADER_BYTES + self.header.rows * self._row_bytes:
                 raise ValueError(f"{path} has the wrong size")
@@ -268,7 +272,7 @@ def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]
 
         file.seek(_HEADER_BYTES)
         yield add
-        counts.digest = digest.hexdigest()
+        counts.digest, counts.name = digest.hexdigest(), path.name
         block = json.dumps(asdict(counts), ensure_ascii=False).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
         file.seek(0)
         file.write(block + _sum(block))

@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +31,7 @@ from common.data.pack import (
 )
 from common.data.selection import Counts
 from common.data.shapes import Item, examples_of_records
+from common.data.unread import noted
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX
 from common.memory.meter import return_free_memory
@@ -36,6 +39,7 @@ from common.store.directories import DirectoryLock
 from common.units import format_bytes, format_count
 
 Opened = TypeVar("Opened", bound=Batches)
+_SUFFIX = ".tokens"  # End of the names of prepared files
 
 
 def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> PackedBatches:
@@ -65,7 +69,9 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
             is_alone=kind is not None,
             drop_unseen=config.drop_unseen,
         )
-        records = config.selection.read(files)
+        names = config.selection.columns
+        counts.prompt_columns = [names.get(name, name) for name in ("prompt", "completion")[: 2 if kind is None else 1]]
+        records = noted(config.selection.read(files), counts, None if kind is None else kind.name)
         with write_token_file(path, counts) as add:
             if kind is None:
                 packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)
@@ -100,9 +106,11 @@ def open_or_build(
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     files = find_files(config.files)
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([FORMAT_VERSION, states, identity, *config.identity]).encode()).hexdigest()
-    path, unusable = cache_dir / f"{name}-{key[:16]}.tokens", contextlib.suppress(OSError, ValueError, TypeError)
+    states = [(str(file), file.stat()) for file in files]
+    # Tools that copy may keep the time of a change (mtime), but not that of the copy (ctime).
+    seen = [(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in states]
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, seen, identity, *config.identity]).encode()).hexdigest()
+    path, unusable = cache_dir / f"{name}-{key[:16]}{_SUFFIX}", contextlib.suppress(OSError, ValueError, TypeError)
     with unusable:
         return open_file(path)
     with (
@@ -111,16 +119,31 @@ def open_or_build(
     ):
         with unusable:
             return open_file(path)
+        unfinished_files = re.compile(rf"\w+-[0-9a-f]{{16}}{re.escape(_SUFFIX + TEMPORARY_SUFFIX)}")
         for unfinished in cache_dir.glob(f"*{TEMPORARY_SUFFIX}"):  # of a process that was killed
+            if not unfinished_files.fullmatch(unfinished.name):
+                continue
             unfinished.unlink(missing_ok=True)
-        size = format_bytes(sum(size for _, size, _ in states))
+        size = format_bytes(sum(state.st_size for _, state in states))
         doing.what = f"reading {files[0].name if len(files) == 1 else f'{len(files):,} data files'} ({size})"
         build(path, files, doing)
+        for file, (_, before) in zip(files, states, strict=True):
+            if _is_changed(file, before):
+                path.unlink()
+                raise UserError(f"{file} has changed while it was read: start again once nothing writes to it.")
     # Allocators keep 100 MB and more of what reading and tokenizing used, for a next time.
     if "pyarrow" in sys.modules:  # it has read tables
         sys.modules["pyarrow"].default_memory_pool().release_unused()
     return_free_memory()
     return open_file(path)
+
+
+def _is_changed(file: Path, before: os.stat_result) -> bool:
+    try:
+        now = file.stat()
+    except OSError:
+        return True
+    return any(getattr(now, name) != getattr(before, name) for name in ("st_size", "st_mtime_ns", "st_ino"))
 
 
 def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder, doing: Activity) -> None:

@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from common.errors import UserError
+from common.files import check_regular
+from common.hardware.machine import memory_available_bytes
+from common.limits import LimitExceeded, limited
+from common.units import format_bytes
 
 RECORDS_PER_READ = 256  # Rows of a table that are converted at once
 TEXT_BYTES = 64 << 20  # Bytes of a text file that make a record, with the rest of their last line
+LINE_BYTES = 256 << 20  # Most bytes of a line, and of a record of CSV
+_LONG_LINE = 1 << 20  # Bytes of a line whose value is watched while it is parsed
+_VALUE_MEMORY = 4 << 30  # Memory that a line, or some rows of a table, may take when it is parsed
+_JSON_FACTOR = 4  # Memory that a file of one JSON value takes, next to its size
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -102,9 +110,10 @@ def read_records(path: Path) -> Iterator[DataRecord]:
     taken away there. In JSON, null is what was written.
     """
     after = ""
-    if path.stat().st_size == 0:  # no table, but no error either
-        return
     try:
+        check_regular(path)
+        if path.stat().st_size == 0:  # no table, but no error either
+            return
         with COMPRESSIONS.get(path.suffix.lower(), Path.open)(path, "rb") as file:
             for position, value in READERS[extension_of(path)](path, file):
                 if not isinstance(value, dict):
@@ -112,7 +121,11 @@ def read_records(path: Path) -> Iterator[DataRecord]:
                     raise UserError(f'{path}, {position}: expected an object such as {{"text": "..."}}, found {shown}')
                 yield DataRecord(value, path, position)
                 after = f" after {position}"
-    except (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read{after}: {error.strerror or error}") from error
+    except LimitExceeded as error:
+        raise UserError(f"{path} cannot be read{after}: what follows {error}.") from error
+    except (ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path} cannot be read{after}: {error}") from error
 
 
@@ -130,44 +143,82 @@ def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
         raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
 
 
-def _lines(path: Path, file: Iterable[bytes]) -> Iterator[str]:
-    """Return the lines of a file, with their line breaks; only a line feed ends one."""
-    return (_decoded(path, line, number) for number, line in enumerate(file, 1))
+def _lines(path: Path, file: IO[bytes], first: int = 1) -> Iterator[str]:
+    """Return the lines of a file from line ``first`` on, with their line breaks; only a line feed ends one."""
+    number = first
+    while line := _line(path, file, number):
+        yield _decoded(path, line, number)
+        number += 1
+
+
+def _line(path: Path, file: IO[bytes], number: int) -> bytes:
+    """Read the rest of a line."""
+    line = file.readline(LINE_BYTES + 1)
+    if len(line) > LINE_BYTES:
+        raise UserError(
+            f"{path}, line {number}, has more than {format_bytes(LINE_BYTES)}, the most for one line: make several "
+            "records of it."
+        )
+    return line
 
 
 def _read_text(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
     line = 1
-    while data := file.read(TEXT_BYTES) + file.readline():
+    while data := file.read(TEXT_BYTES):
+        data += _line(path, file, line + data.count(b"\n"))
         yield f"line {line}", {"text": _decoded(path, data, line)}
         line += data.count(b"\n")
 
 
-def _read_json_lines(path: Path, file: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_lines(path, file), 1):
+def _read_json_lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    yield from _json_records(path, _lines(path, file))
+
+
+def _json_records(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, 1):
         if not line.isspace():
             yield f"line {number}", _parsed(path, line, number)
 
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
     """Read the records of a list, an object alone, or lines as of ``.jsonl``, if the first line is whole."""
-    first = file.readline()
-    lines, is_line = itertools.chain([first], file), False
+    first, is_line = file.readline(LINE_BYTES), False
     if not first.removeprefix(_BOM).lstrip().startswith(b"["):
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(first)
             is_line = True
     if is_line:
-        yield from _read_json_lines(path, lines)
-    elif (text := _decoded(path, b"".join(lines))).strip():
+        yield from _json_records(path, itertools.chain([_decoded(path, first)], _lines(path, file, 2)))
+    elif (text := _decoded(path, first + _rest(path, file))).strip():
         value = _parsed(path, text)
         for number, record in enumerate(value if isinstance(value, list) else [value], 1):
             yield f"record {number}", record
 
 
+def _rest(path: Path, file: IO[bytes]) -> bytes:
+    """Read the rest of a file that is one JSON value, as long as it fits into memory."""
+    most = memory_available_bytes() // _JSON_FACTOR
+    parts: list[bytes] = []
+    while part := file.read(1 << 24):
+        parts.append(part)
+        most -= len(part)
+        if most < 0:
+            raise UserError(
+                f"{path} is one JSON value, which has to fit into memory {_JSON_FACTOR} times, and does not. Make it "
+                f"a .jsonl file, with one record in each line: jq -c '.[]' FILE.json > FILE.jsonl"
+            )
+    return b"".join(parts)
+
+
 def _parsed(path: Path, text: str, line: int | None = None) -> Any:
     """Return the value of a line of JSON; without a number, of all lines."""
     try:
-        return parse_json(text)
+        if len(text) < _LONG_LINE:
+            return parse_json(text)
+        with limited(None, memory_available_bytes() if line is None else _VALUE_MEMORY):
+            return parse_json(text)
+    except LimitExceeded as error:
+        raise UserError(f"{path}{f', line {line}' if line else ''}, {error} when it is parsed.") from error
     except json.JSONDecodeError as error:
         line, reason = line or error.lineno, f"{error.msg} at column {error.colno}"
         text = text[error.pos - error.colno + 1 :]
@@ -184,9 +235,21 @@ def _shown(text: str) -> str:
 def _read_csv(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if extension_of(path) == ".tsv" else ","
-    rows = csv.reader(_lines(path, file), delimiter=delimiter, strict=True)
     names: list[str] = []
-    line = 1
+    line, row_characters = 1, 0
+
+    def counted() -> Iterator[str]:
+        nonlocal row_characters
+        for text in _lines(path, file):
+            row_characters += len(text)
+            if row_characters > LINE_BYTES:
+                raise UserError(
+                    f"{path}, line {line}: this row has more than {format_bytes(LINE_BYTES)}, as if a "
+                    "quotation mark is not closed."
+                )
+            yield text
+
+    rows = csv.reader(counted(), delimiter=delimiter, strict=True)
     try:
         for row in rows:
             if row and not names:
@@ -199,7 +262,7 @@ def _read_csv(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
                 )
             elif row:
                 yield f"line {line}", dict(zip(names, row, strict=True))
-            line = rows.line_num + 1
+            line, row_characters = rows.line_num + 1, 0
     except csv.Error as error:
         raise UserError(
             f"{path}, line {line}: a field is not quoted as CSV has it ({error}). Quote a text that holds quotes "
@@ -218,15 +281,23 @@ def _read_table(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
 
     number = 0
     try:
-        for batch in _table_batches(path, file):
+        batches = iter(_table_batches(path, file))
+        while (batch := _next_batch(batches)) is not None:
             _check_names(path, batch.schema.names)
             for start in range(0, len(batch), RECORDS_PER_READ):
-                for row in batch.slice(start, RECORDS_PER_READ).to_pylist():
+                with limited(None, _VALUE_MEMORY):
+                    rows = batch.slice(start, RECORDS_PER_READ).to_pylist()
+                for row in rows:
                     number += 1
                     values = {column.name: _value(row[column.name], column.type) for column in batch.schema}
                     yield f"record {number}", values
     except (pyarrow.ArrowException, RecursionError, OverflowError) as error:  # dates beyond what Python has
         raise ValueError(str(error)) from error
+
+
+def _next_batch(batches: Iterator[Any]) -> Any:
+    with limited(None, _VALUE_MEMORY):
+        return next(batches, None)
 
 
 def _table_batches(path: Path, file: IO[bytes]) -> Iterable[Any]:
@@ -239,9 +310,39 @@ def _table_batches(path: Path, file: IO[bytes]) -> Iterable[Any]:
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     if not is_file:
-        return pyarrow.ipc.open_stream(file)
+        return _stream_batches(file)
     whole = pyarrow.ipc.open_file(file)
     return map(whole.get_batch, range(whole.num_record_batches))
+
+
+class _LastBytes:
+    """A file that keeps the last 4 bytes of its last read, and of the read before."""
+
+    closed = False
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self.last = b""
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.last = self.last[-4:] + data[-4:]
+        return data
+
+
+def _stream_batches(file: IO[bytes]) -> Iterator[Any]:
+    """Return the batches of an Arrow stream; pyarrow takes the end of the file, or zeros, for the stream's end too."""
+    import pyarrow
+
+    continuation, zero = b"\xff" * 4, b"\0" * 4
+    is_marked = file.read(4) == continuation  # not so before Arrow 0.15
+    file.seek(0)
+    reader = _LastBytes(file)
+    yield from pyarrow.ipc.open_stream(reader)
+    if len(reader.last) < 8 or reader.last[-4:] != zero or (is_marked and reader.last[:4] != continuation):
+        raise ValueError("the Arrow stream has no end marker, as if the file was cut: write it again")
+    if file.read(1):
+        raise ValueError("there are bytes after the end of the Arrow stream: write the file again")
 
 
 def _value(value: Any, kind: Any) -> Any:

@@ -5,7 +5,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,9 @@ from common.units import counted, format_count
 
 # Columns of the layouts, the more structured first: of the whole or the prompt, and of the answer.
 LAYOUTS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
+
+_NAMES_KEPT = 20  # Names of columns and keys that nothing reads
+_CHARACTERS_KEPT = 8  # Characters that the tokenizer does not write
 
 
 @dataclass
@@ -51,20 +55,48 @@ class Counts:
     trainable_tokens: int = 0
     skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
     digest: str = ""  # Hash of all rows in order: equal data have equal hashes, wherever they lie
+    name: str = ""  # Name of the file, which has a hash of all that it is made of: it may have taken another's
     cut: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)  # Records that are too long, or without an answer in the row
     untrained: Tally = field(default_factory=Tally)  # Records without any answer to train on, however long the row
     empty: Tally = field(default_factory=Tally)  # Records without text, or whose answer is empty
     unseen: Tally = field(default_factory=Tally)  # Records with text that the chat template leaves out
+    endless: Tally = field(default_factory=Tally)  # Records with an answer that no special token ends
     turns: Tally = field(default_factory=Tally)  # Instructions that became turns of the chat template
     alpaca: Tally = field(default_factory=Tally)  # Instructions that became Alpaca's text
+    prompts: Tally = field(default_factory=Tally)  # Prompts that are texts, though there is a chat template
+    unknown: Tally = field(default_factory=Tally)  # Records with text for which the tokenizer has no token
+    unwritten: Tally = field(default_factory=Tally)  # Records with characters that the tokenizer does not write
+    characters: list[str] = field(default_factory=list)  # The first of these characters
+    prompt_columns: list[str] = field(default_factory=lambda: ["prompt", "completion"])  # Columns that these come from
+    unread: dict[str, int] = field(default_factory=dict)  # How often there is what nothing reads, by its name
+    stops: list[int] = field(default_factory=list)  # Tokens that end answers, at which generation has to stop
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
         """Read what was written as JSON."""
         values = json.loads(text)
-        tallies = {name: Tally(**value) for name, value in values.items() if isinstance(value, dict)}
+        tallies = {
+            name: Tally(**value) for name, value in values.items() if isinstance(value, dict) and name != "unread"
+        }
         return cls(**(values | tallies))
+
+    def stop_at(self, tokens: Iterable[int]) -> None:
+        """Note tokens that end answers."""
+        for token in tokens:
+            if token not in self.stops:
+                insort(self.stops, token)
+
+    def add_unwritten(self, characters: Iterable[str], where: str) -> None:
+        """Count a record with characters that the tokenizer does not write; only the first ones are kept."""
+        self.unwritten.add(0, where)
+        new = sorted(set(characters) - set(self.characters))
+        self.characters += new[: _CHARACTERS_KEPT - len(self.characters)]
+
+    def add_unread(self, name: str) -> None:
+        """Count what nothing reads; of many names, only the first ones are kept."""
+        name = name if name in self.unread or len(self.unread) < _NAMES_KEPT else "others"
+        self.unread[name] = self.unread.get(name, 0) + 1
 
     def changes(self) -> list[str]:
         """Describe what is cut and what is left out, each with the place of the first such record."""
@@ -73,24 +105,41 @@ class Counts:
             too_long = f"{longer}, with no room for an answer (a larger --seq-len has it)"
         else:
             too_long = f"{longer} (--drop-long; --truncate keeps what fits of them)"
-        kept = f"{longer}: the answers that fit are kept, with all before them (--drop-long drops them)"
+        what_fits = "the answers that fit are kept, with all before them"
+        if not self.trainable_tokens:  # texts of classes
+            what_fits = "what fits of the text is kept"
+        kept = f"{longer}: {what_fits} (--drop-long drops them)"
         turns = "user and assistant turns of the chat template (--chat-template alpaca: texts)"
+        endless = (
+            "no token of the tokenizer ends the answer, so the model does not learn to stop: give --chat-template "
+            "zephyr, which ends answers with EOS, or another whose marks the tokenizer knows"
+        )
+        as_turns = " ".join(map("=".join, zip(("instruction", "output"), self.prompt_columns, strict=False)))
+        prompts = f"texts, without the chat template (--columns {as_turns}: turns of the chat template)"
+        unknown = "the tokenizer has no token for a part of the text, and writes its unknown token there"
+        characters = ", ".join([*map(repr, self.characters), *["..."][: len(self.characters) // _CHARACTERS_KEPT]])
+        unwritten = f"the tokenizer leaves out characters, or writes white space for them: {characters}"
         lines = (
             ("cut", self.cut, kept),
             ("left out", self.left_out, too_long),
             ("left out", self.untrained, "no completion, output or message of the assistant to train on"),
             ("left out", self.empty, "no text, or an empty answer"),
             ("left out", self.unseen, "text that the chat template leaves out (--drop-unseen)"),
+            ("without an end", self.endless, endless),
             ("instructions", self.turns, turns),
             ("instructions", self.alpaca, "Alpaca's texts"),
+            ("prompts", self.prompts, prompts),
+            ("unknown", self.unknown, unknown),
+            ("not written", self.unwritten, unwritten),
         )
         skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
+        unread = [f"not read: {', '.join(f'{name} ({count:,})' for name, count in self.unread.items())}"]
         return [
             f"{what}: {counted(tally.records, 'record')}"
             f"{f', {format_count(tally.tokens)} tokens' if tally.tokens else ''}; first {tally.first}; {why}"
             for what, tally, why in lines
             if tally.records
-        ] + (skipped if self.skipped_tokens else [])
+        ] + (skipped * bool(self.skipped_tokens) + unread * bool(self.unread))
 
     def check_any_rows(self, files: Sequence[Path]) -> None:
         """Reject ``files`` of which no token is trained on."""

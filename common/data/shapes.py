@@ -33,7 +33,14 @@ _WHOLE = ("messages", "conversations")
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
 # Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
 _QUESTIONS = ("question", "query", "input", "context", "problem")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Columns with arguments for the chat template.
+TEMPLATE_COLUMNS = ("tools", "functions", "documents", "chat_template_kwargs")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Columns that are read next to any layout's but text.
+_TURNS = ("system", "history", "context", "input", *TEMPLATE_COLUMNS, *MEDIA)
+_PAIR = ("chosen", "rejected", "margin")
+_OPENAI = ("input", "preferred_output", "non_preferred_output")
+_CLASSIFIED = ("text", "label")
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,16 @@ def layout_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     return there[0] if there else None
 
 
+def columns_read(record: Mapping[str, Any], kind: str | None) -> set[str]:
+    """Return the columns of a record that are read, of ``pairs`` or ``texts``; None: of documents and conversations."""
+    if kind == "texts":
+        return set(_CLASSIFIED)
+    if kind == "pairs":
+        return {*_PAIR, *_OPENAI, _prompt_of(record) or "prompt", *_TURNS}
+    layout = layout_of(record) or ()
+    return set(layout) if layout == ("text",) else {*layout, *_TURNS}
+
+
 def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None = None) -> Example:
     """Return a record as one example, from its columns ``prompt`` (the prompt, or the whole) and ``answer``, if any.
 
@@ -149,7 +166,7 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     """
     if prompt == "text":
         return PlainText("", require_text(record, "text", where), where=where)
-    if media := next((name for name in _MEDIA if record.get(name)), None):
+    if media := next((name for name in MEDIA if record.get(name)), None):
         raise UserError(f"{where} has {media!r}, which is not read here: leave it out, with what the text says of it.")
     options, system = _template_options(record, where), require_text(record, "system", where)
     history = list(_history(record, where, prompt))
@@ -238,7 +255,7 @@ def _with_system(system: str, turns: list[Message], where: str) -> list[Message]
 
 def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for column in ("tools", "functions", "documents", "chat_template_kwargs"):
+    for column in TEMPLATE_COLUMNS:
         kind = dict if column == "chat_template_kwargs" else list
         value = structured(record, column, where)
         if not value:
@@ -315,7 +332,7 @@ def classes_of_records(records: Iterable[DataRecord], classes: Mapping[str, int]
 
 
 def _label(values: Mapping[str, Any], where: str) -> str:
-    if not {"text", "label"} <= set(values):
+    if not set(_CLASSIFIED) <= set(values):
         raise UserError(
             f"{where} has the columns {', '.join(values)}; a text with its class has text and label. Give columns of "
             "other names with --columns: text=review label=stars."
@@ -329,8 +346,7 @@ def _label(values: Mapping[str, Any], where: str) -> str:
 
 
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
-    names = {"input", "preferred_output", "non_preferred_output"}
-    if not (names <= set(values) and isinstance(values["input"], dict)):
+    if not (set(_OPENAI) <= set(values) and isinstance(values["input"], dict)):
         return values
     return {**values["input"], "chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
 
@@ -340,8 +356,7 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
     chosen, rejected = values["chosen"], values["rejected"]
     if chosen is None or rejected is None:
         return ()
-    there = [name for name in _PROMPTS if values.get(name) is not None]
-    column = next((name for name in there if values[name] not in ("", [])), there[0] if there else None)
+    column = _prompt_of(values)
     opening = messages_of(chosen, "chosen", where)[:1] if isinstance(chosen, list | dict) else []
     answers_only = all(turn["role"] == "assistant" for turn in opening)
     whole = column is None or not answers_only
@@ -360,6 +375,12 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
         alike = _alike(better.messages, worse.messages)
         better, worse = replace(better, prompt_messages=alike), replace(worse, prompt_messages=alike)
     return () if better.is_empty else (better, worse)
+
+
+def _prompt_of(values: Mapping[str, Any]) -> str | None:
+    """Return the column with the prompt of a pair, the first that has a value; None if there is none."""
+    there = [name for name in _PROMPTS if values.get(name) is not None]
+    return next((name for name in there if values[name] not in ("", [])), there[0] if there else None)
 
 
 def _alike(left: Sequence[Any], right: Sequence[Any]) -> int:

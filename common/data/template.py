@@ -4,86 +4,44 @@ Templates are programs, each of which takes what its author thought of. What one
 of conversation (its roles, keys, and parts) with marks in place of its texts, and looking for the marks.
 """
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils, tokenization_utils_base
 
-from common.data.messages import REASONING, Message, parsed
+from common.data.messages import Message, parsed
 from common.data.selection import Tally
 from common.data.shapes import Chat
+from common.data.spelling import CHANGES, SPELLINGS, Change, joined, leaves, map_texts, texts_of
 from common.errors import UserError
 from common.files import preset_files
+from common.limits import LimitExceeded, limited
 
-_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CALL = re.compile(r"""strftime_now\(\s*(["'])(.{0,200}?)\1\s*\)""")  # no search to the end from each call
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS_KEPT = 4096  # Number of kinds of conversations whose form is remembered
+# What one rendering of a conversation may take. Templates of models take a millisecond.
+RENDERING_SECONDS = 10.0
+_RENDERING_MEMORY = 512 << 20
+_WRITTEN_FREELY = 1 << 20  # Characters that a template may write for any conversation
+_WRITTEN_PER_CHARACTER = 32  # Characters that it may write for each in the conversation, with its tools and documents
 
-Change = Callable[[Message], Message]
+AnswerKind = tuple[bool, str]  # Whether an answer calls tools, and the role that follows it
+_OTHER = "qz0zq"  # Text that no conversation has
 
 
 def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
     """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format."""
     if isinstance(template, dict):
-        return {
-            name: _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), text) for name, text in template.items()
-        }
+        return {name: str(dated(text, day)) for name, text in template.items()}
     return template and _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), template)
-
-
-def texts_of(message: Message) -> list[tuple[str, str]]:
-    """Return the texts of a message, each with the name of its field."""
-    texts: list[tuple[str, str]] = []
-    _map_texts(message, lambda name, text: texts.append((name, text)) or text)  # type: ignore[func-returns-value]
-    return [(name, text) for name, text in texts if text.strip()]
-
-
-def varied(message: Message, mark: str) -> Message:
-    """Return a message with other texts: ``mark`` in each of them."""
-    return _map_texts(message, lambda _, text: mark if text.strip() else text)
-
-
-def _map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
-    result = dict(message)
-    for name in (*REASONING, "content", "refusal"):
-        value = message.get(name)
-        if isinstance(value, str):
-            result[name] = change(name, value)
-        elif isinstance(value, list):
-            result[name] = [
-                {**part, "text": change(name, part["text"])} if isinstance(part.get("text"), str) else part
-                for part in value
-            ]
-
-    def changed(function: dict[str, Any]) -> dict[str, Any]:
-        result = {**function, "name": change("tool_calls", function["name"])}
-        if "arguments" in function:
-            arguments, inner = function["arguments"], parsed(function["arguments"])
-            leaves = _leaves(inner if isinstance(inner, dict) else arguments, change)
-            result["arguments"] = json.dumps(leaves, ensure_ascii=False) if isinstance(inner, dict) else leaves
-        return result
-
-    return _with_functions(result, changed)
-
-
-def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
-
-
-def _leaves(value: Any, change: Callable[[str, str], str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _leaves(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_leaves(item, change) for item in value]
-    return change("tool_calls", value) if isinstance(value, str) else value
 
 
 def _described(options: list[dict[str, Any]]) -> list[str]:
@@ -92,55 +50,11 @@ def _described(options: list[dict[str, Any]]) -> list[str]:
     for option in options:
         tool = option.get("function")
         shown = {key: tool.get(key) for key in ("name", "description")} if isinstance(tool, dict) else option
-        _leaves(shown, lambda _, text: texts.append(text) or text)  # type: ignore[func-returns-value]
+        leaves(shown, lambda _, text: texts.append(text) or text)  # type: ignore[func-returns-value]
     return texts
 
 
-def _joined(message: Message) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list) or not all(isinstance(part.get("text"), str) for part in content):
-        return message
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _parted(message: Message) -> Message:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _arguments_as_text(function: dict[str, Any]) -> dict[str, Any]:
-    given = function.get("arguments")
-    return {**function, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else function
-
-
-def _arguments_parsed(function: dict[str, Any]) -> dict[str, Any]:
-    inner = parsed(function.get("arguments"))
-    return {**function, "arguments": inner} if isinstance(inner, dict) else function
-
-
-def _reasoning_as(name: str, message: Message) -> Message:
-    given = next((message[key] for key in REASONING if key in message), None)
-    rest = {key: value for key, value in message.items() if key not in REASONING}
-    return message if given is None else {**rest, name: given}
-
-
-def _role_as(role: str, other: str, message: Message) -> Message:
-    return {**message, "role": other} if message["role"] == role else message
-
-
 _REFUSED = (-2, "")  # All texts of a conversation that the template refuses
-# Other forms of the same messages, which are tried in this order where a text would not appear.
-_CHANGES: tuple[Change, ...] = (
-    _joined,
-    _parted,
-    partial(_with_functions, change=_arguments_parsed),
-    partial(_with_functions, change=_arguments_as_text),
-    *(partial(_reasoning_as, name) for name in REASONING),
-    partial(_role_as, "developer", "system"),
-    partial(_role_as, "function", "tool"),
-    partial(_role_as, "ipython", "tool"),
-    lambda message: {"content": "", **message},
-)
 
 
 @dataclass
@@ -151,6 +65,38 @@ class Form:
     missing: list[tuple[int, str]]  # Messages and fields that do not appear; negative numbers are arguments
     is_whole: bool  # Whether all texts appear in one rendering, not only in those that end with their own turn
     marks_answers: bool  # Whether the template marks tokens of the assistant, and only of the assistant
+    # Special token at which generation has to stop after an answer, where the template writes one
+    stops: dict[AnswerKind, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def limited_rendering() -> Iterator[None]:
+    """Limit what a template may take in each rendering by ``apply_chat_template``, but not the tokenizer after it.
+
+    Raises:
+        LimitExceeded: the template took more.
+    """
+    render = tokenization_utils_base.render_jinja_template
+
+    def render_limited(*args: Any, **options: Any) -> Any:
+        with limited(RENDERING_SECONDS, _RENDERING_MEMORY):
+            result = render(*args, **options)
+        _check_length(max(map(len, result[0]), default=0), (args, options))
+        return result
+
+    modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)
+    for module in modules:
+        module.render_jinja_template = render_limited
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.render_jinja_template = render
+
+
+def _check_length(written: int, given: Any) -> None:
+    if written > _WRITTEN_FREELY and written > _WRITTEN_PER_CHARACTER * len(str(given)):
+        raise LimitExceeded(f"makes {written:,} characters of text")
 
 
 class ChatTemplate:
@@ -160,6 +106,28 @@ class ChatTemplate:
         self._source: Any = source
         self._tokenizer: Any = getattr(source, "tokenizer", source)
         self._forms: dict[bytes, Form] = {}
+        self._keys: dict[str, bool] = {}
+        self._special = self._by_name(special_tokens(self._tokenizer))
+        self._added = self._by_name(self._tokenizer.added_tokens_decoder)
+
+    def _by_name(self, tokens: Iterable[int]) -> dict[str, int]:
+        names = {str(self._tokenizer.convert_ids_to_tokens(token)): token for token in tokens}
+        return dict(sorted(names.items(), key=lambda item: len(item[0]), reverse=True))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any."""
+        return self._source.chat_template is not None or self._tokenizer.chat_template is not None
+
+    def has_marks(self, text: str) -> bool:
+        """Return whether a text has special tokens, as what a template has written."""
+        return any(name in text for name in self._special)
+
+    def reads_key(self, key: str) -> bool:
+        """Return whether the template speaks of a key of messages."""
+        if key not in self._keys:
+            self._keys[key] = bool(re.search(rf"\b{re.escape(key)}\b", self._program({})))
+        return self._keys[key]
 
     @cached_property
     def writes_alpaca(self) -> bool:
@@ -169,9 +137,10 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> list[int]:
         """Return the token ids of messages; with ``ask``, also the prompt for an answer."""
-        out = self._source.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
-        )
+        with limited_rendering():
+            out = self._source.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
+            )
         return list(out["input_ids"] if self._source is self._tokenizer else out["input_ids"][0])
 
     def render_marked(
@@ -180,9 +149,10 @@ class ChatTemplate:
         """Return the token ids of messages, and for each whether the template ``marks`` it as the assistant's."""
         if not marks:
             return self.render(messages, options), None
-        out = self._source.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
-        )
+        with limited_rendering():
+            out = self._source.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+            )
         return list(out["input_ids"]), [bool(bit) for bit in out["assistant_masks"]]
 
     def checked(self, chat: Chat, drop_unseen: Tally | None) -> tuple[Chat | None, Form]:
@@ -192,7 +162,7 @@ class ChatTemplate:
             chat: the conversation.
             drop_unseen: counts it, and None is returned, where a text appears in no rendering; None: it is an error.
         """
-        if self._source.chat_template is None and self._tokenizer.chat_template is None:
+        if not self.is_there:
             raise UserError(
                 f"{chat.where} is a conversation, but the tokenizer has no chat template. Give one with "
                 "--chat-template (chatml, llama-3, ... or a file), or records with text or with prompt and completion "
@@ -229,27 +199,78 @@ class ChatTemplate:
         return None, form
 
     def _form(self, chat: Chat) -> Form:
-        changes: list[Change] = []
-        missing, is_whole = self._missing(chat)
-        for change in _CHANGES if missing else ():
+        content = [joined] if self._source is self._tokenizer else []  # processors take parts
+        calls = any(message.get("tool_calls") for message in chat.messages)
+        best: Form | None = None
+        for spelling in SPELLINGS if calls else SPELLINGS[:1]:
+            form = self._adapted(chat, [*content, spelling])
+            if best is None or len(form.missing) < len(best.missing):
+                best = form
+            if not form.missing:
+                break
+        assert best is not None
+        if _REFUSED in best.missing:  # rendering it says why
+            return replace(best, missing=[])
+        chat = replace(chat, messages=_changed(chat.messages, best.changes))
+        missing, marks = [*best.missing, *self._unread(chat)], self._marks_answers(chat)
+        return replace(best, missing=missing, marks_answers=marks, stops=self._stops(chat))
+
+    def _adapted(self, chat: Chat, changes: list[Change]) -> Form:
+        """Return the form with ``changes``, and with all others with which more texts appear."""
+        chat = replace(chat, messages=_changed(chat.messages, changes))
+        missing, is_whole = self._missing(chat, is_kind=True)
+        for change in CHANGES if missing else ():
             other = replace(chat, messages=_changed(chat.messages, [change]))
             if other.messages == chat.messages:
                 continue
-            still, still_whole = self._missing(other)
+            still, still_whole = self._missing(other, is_kind=True)
             if len(still) < len(missing):
                 chat, missing, is_whole = other, still, still_whole
-                changes.append(change)
-        if _REFUSED in missing:  # rendering it says why
-            return Form(changes, [], False, False)
-        return Form(changes, [*missing, *self._unread(chat)], is_whole, self._marks_answers(chat))
+                changes = [*changes, change]
+        return Form(changes, missing, is_whole, False)
+
+    def _stops(self, chat: Chat) -> dict[AnswerKind, int]:
+        stops: dict[AnswerKind, int] = {}
+        for turn, message in enumerate(chat.messages):
+            kind = answer_kind(chat.messages, turn)
+            if message["role"] == "assistant" and kind not in stops:
+                token = self._stop(chat.messages[: turn + 1], kind, chat.options)
+                stops |= {} if token is None else {kind: token}
+        return stops
+
+    def _stop(self, messages: list[Message], kind: AnswerKind, options: dict[str, Any]) -> int | None:
+        """Return the token that ends the last of the messages: a special one that it ends with, or that the next turn
+        begins with; else one that was added to the tokenizer."""
+        alone = (self._text(messages, options) or "").rstrip()
+        if ending := next((name for name in self._special if alone.endswith(name)), None):
+            return self._special[ending]
+        between = self._between(messages, kind, options)
+        if places := [(between.index(name), token) for name, token in self._special.items() if name in between]:
+            return min(places, key=lambda place: place[0])[1]
+        return next((token for name, token in self._added.items() if alone.endswith(name)), None)
+
+    def _between(self, messages: list[Message], kind: AnswerKind, options: dict[str, Any]) -> str:
+        """Return what is written between the text of the last of the messages and that of the next turn."""
+        calls, role = kind
+        following = {"role": role, "content": _OTHER}
+        if role == "tool":
+            call = messages[-1]["tool_calls"][0] if calls else {}
+            following |= {"name": call.get("function", {}).get("name", ""), "tool_call_id": call.get("id", "")}
+        texts, written = texts_of(messages[-1]), self._text([*messages, following], options)
+        if written is None or not texts:
+            return ""
+        return written.rpartition(texts[-1][1])[2].partition(_OTHER)[0]
 
     def _text(self, messages: list[Message], options: dict[str, Any]) -> str | None:
         try:
-            return str(self._source.apply_chat_template(messages, tokenize=False, **options))
+            with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
+                text = str(self._source.apply_chat_template(messages, tokenize=False, **options))
+            _check_length(len(text), (messages, options))
+            return text
         except Exception:  # templates raise any exception
             return None
 
-    def _missing(self, chat: Chat) -> tuple[list[tuple[int, str]], bool]:
+    def _missing(self, chat: Chat, is_kind: bool = False) -> tuple[list[tuple[int, str]], bool]:
         """Return the messages and fields whose text does not appear, and whether one rendering has all others.
 
         What the assistant thought may be there only until other turns follow.
@@ -258,7 +279,7 @@ class ChatTemplate:
         whole = self._text(chat.messages, chat.options)
         if whole is None:
             return [(number, name) for number, name, _ in texts] + [_REFUSED], False
-        garbled = [number for number, message in enumerate(chat.messages) if _is_garbled(message, whole)]
+        garbled = [number for number, message in enumerate(chat.messages) if _is_garbled(message, whole, is_kind)]
         missing = [(number, "content or tool_calls") for number in garbled]
         late = [(number, name, text) for number, name, text in texts if not _appears(text, whole)]
         for number, name, text in late:
@@ -302,6 +323,19 @@ class ChatTemplate:
         return not any(text in trained for message in others for _, text in texts_of(message))
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that control a conversation and are no text of it."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def answer_kind(messages: list[Message], turn: int) -> AnswerKind:
+    """Return what decides which token ends an answer. Where no other role follows, the answer asks for the next one."""
+    calls = bool(messages[turn].get("tool_calls"))
+    role = messages[turn + 1]["role"] if turn + 1 < len(messages) else "assistant"
+    return calls, role if role != "assistant" else "tool" if calls else "user"
+
+
 def _marked(messages: list[Message]) -> list[Message]:
     """Return messages with a separate mark in place of each text; a tool's name has the same one wherever it is."""
     names: dict[str, str] = {}
@@ -314,7 +348,7 @@ def _marked(messages: list[Message]) -> list[Message]:
         number += 1
         return names.setdefault(text, f"qz{number}zq") if field == "tool_calls" else f"qz{number}zq"
 
-    marked = [_map_texts(message, mark) for message in messages]
+    marked = [map_texts(message, mark) for message in messages]
     return [turn | ({"name": names[turn["name"]]} if turn.get("name") in names else {}) for turn in marked]
 
 
@@ -330,7 +364,7 @@ def _appears(text: str, written: str) -> bool:
     return any(form in written for form in forms) or "".join(text.split()) in "".join(written.split())
 
 
-def _is_garbled(message: Message, written: str) -> bool:
+def _is_garbled(message: Message, written: str, is_kind: bool) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     shown = (text for part in parts for text in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False)))
@@ -338,4 +372,6 @@ def _is_garbled(message: Message, written: str) -> bool:
         return True
     arguments = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
     texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
-    return any(json.dumps(text, ensure_ascii=False) in written for text in texts)
+    # Of a kind of conversation only: a real text, of a tool say, may well be what Python writes.
+    as_python = [str(value) for value in arguments if is_kind and value and isinstance(value, dict)]
+    return any(text in written for text in (*(json.dumps(text, ensure_ascii=False) for text in texts), *as_python))

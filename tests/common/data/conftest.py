@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from common.data.read import DataRecord
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -55,6 +57,12 @@ def make_tokenizer(template: str | None = None, bos: bool = True) -> PreTrainedT
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
     )
+
+
+def numbered(records: Iterable[dict[str, Any]]) -> Iterator[DataRecord]:
+    """Return records as those of the lines of a file."""
+    for number, record in enumerate(records, 1):
+        yield DataRecord(record, Path("data.jsonl"), f"line {number}")
 
 
 @pytest.fixture(scope="session")

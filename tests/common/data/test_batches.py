@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import common.data.prepare
 from common.data import Batches, DataConfig, RandomBatches, open_data
+from common.data.read import DataRecord
 from common.data.selection import Counts
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import MARKED_TEMPLATE, make_tokenizer, write_records
@@ -280,6 +281,38 @@ def test_nothing_is_left_of_a_file_that_could_not_be_finished(
     file.write_text('{"text": "a fox"}\n' * 20_000 + '{"text": \n')
     with pytest.raises(UserError, match="line 20001"):
         open_data(DataConfig((str(file),), 512, 1), tokenizer, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["append", "rewrite", "replace", "remove"])
+def test_a_file_that_changes_while_it_is_read_is_named(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    file, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (file, other):
+        path.write_text('{"text": "a fox"}\n' * 20)
+    before, real = file.stat(), common.data.prepare.write_token_file
+
+    def write(path: Path, header: Counts) -> AbstractContextManager[Callable[..., None]]:
+        if change == "append":
+            file.write_text('{"text": "a fox"}\n' * 21)
+            os.utime(file, ns=(0, before.st_mtime_ns))
+        elif change == "rewrite":
+            file.write_text('{"text": "a dog"}\n' * 20)
+        elif change == "replace":
+            other.rename(file)
+            os.utime(file, ns=(0, before.st_mtime_ns))
+        else:
+            file.unlink()
+        return real(path, header)
+
+    def read_at_once(*_: object) -> list[DataRecord]:
+        return [DataRecord({"text": "a fox"}, file, "line 1")]
+
+    monkeypatch.setattr("common.data.prepare.write_token_file", write)
+    monkeypatch.setattr("common.data.prepare.noted", read_at_once)
+    with pytest.raises(UserError, match=r"a\.jsonl has changed while it was read"):
+        open_data(DataConfig((str(file),), 64, 1), tokenizer, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 

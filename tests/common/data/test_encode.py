@@ -1,7 +1,6 @@
 """Which tokens carry loss, for every record shape: read back by decoding just those."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tokenizers import normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
-from common.data.encode import Encoder
+from common.data.encode import Encoder, RowFitter
 from common.data.read import DataRecord, read_records
 from common.data.shapes import Example, PlainText, examples_of_records
 from common.errors import UserError
@@ -21,6 +20,7 @@ from tests.common.data.conftest import (
     PLAIN_TEMPLATE,
     REWRITING_TEMPLATE,
     make_tokenizer,
+    numbered,
     write_records,
 )
 
@@ -49,11 +49,6 @@ def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple
 
 def encode_records(tokenizer: PreTrainedTokenizerFast, *records: dict[str, Any]) -> list[tuple[str, str]]:
     return encode(tokenizer, *examples_of_records(numbered(records)))
-
-
-def numbered(records: Iterable[dict[str, Any]]) -> Iterator[DataRecord]:
-    for number, record in enumerate(records, 1):
-        yield DataRecord(record, Path("data.jsonl"), f"line {number}")
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -199,19 +194,22 @@ def test_template_that_rewrites_earlier_turns() -> None:
 
 def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None:
     """In a table every message has the keys of all others; in JSON, null is what somebody wrote."""
-    template = "{% for m in messages %}{% for key, value in m.items() %}{{ key }}={{ value }};{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% for key, value in m.items() %}"
+        "{{ key }}={{ value if value is string else value | tojson }};{% endfor %}{% endfor %}"
+    )
     tokenizer = make_tokenizer(template)
     call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}}
     message = {"role": "assistant", "content": "A", "name": None, "tool_calls": [call]}
     other = {"role": "assistant", "content": "B", "name": "n", "tool_calls": None}
     for name, arguments in [
-        ("a.jsonl", "{'x': 1, 'y': None}"),
-        ("a.json", "{'x': 1, 'y': None}"),
-        ("a.parquet", "{'x': 1}"),
+        ("a.jsonl", '{"x": 1, "y": null}'),
+        ("a.json", '{"x": 1, "y": null}'),
+        ("a.parquet", '{"x": 1}'),
     ]:
         path = Path(write_records(tmp_path / name, [{"messages": [message]}, {"messages": [other]}]))
         [(first, _), (second, _)] = encode(tokenizer, *examples_of_records(read_records(path)))
-        call_written = "{'function': {'name': 'f', 'arguments': " + arguments + "}}"
+        call_written = '{"function": {"name": "f", "arguments": ' + arguments + "}}"
         assert sorted(first.split(";")) == [
             "", "content=A", "role=assistant", f"tool_calls=[{call_written}]",
         ]  # fmt: skip
@@ -263,6 +261,15 @@ def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
     assert encode_records(marked, record) == [(expected, answers)]
 
 
+@pytest.mark.parametrize("written", ["c.function.arguments", "c.function.arguments + ''"])
+@pytest.mark.parametrize("arguments", [{"city": "Paris", "day": None}, '{"city": "Paris", "day": null}'])
+def test_a_template_that_takes_arguments_as_text_alone_gets_text(arguments: Any, written: str) -> None:
+    """With an object, one writes what Python does, and the other fails."""
+    tokenizer = make_tokenizer(TOOL_TEMPLATE.replace("c.function.arguments | tojson", written))
+    [(whole, _)] = encode_records(tokenizer, {"messages": calls(arguments)})
+    assert 'weather({"city": "Paris", "day": null})' in whole
+
+
 def test_documents_reach_the_template() -> None:
     tokenizer = make_tokenizer(TOOL_TEMPLATE)
     [(whole, _)] = encode_records(tokenizer, {"messages": CONVERSATION[1:3], "documents": [{"text": "A fact."}]})
@@ -281,7 +288,7 @@ def test_content_in_parts_as_the_template_takes_it() -> None:
             encode_records(tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]})
     taking = "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
     [(whole, _)] = encode_records(make_tokenizer(taking), {"messages": chat[1:]})
-    assert whole == "[Pa][ris.]"
+    assert whole == "[Paris.]"
 
 
 def weighted(*weights: int | None) -> list[dict[str, Any]]:
@@ -361,3 +368,19 @@ def test_errors(template: str | None, record: dict[str, Any], told: list[str]) -
     with pytest.raises(UserError) as error:
         encode_records(make_tokenizer(template), record)
     assert all(word in str(error.value) for word in told), error.value
+
+
+def test_answers_that_nothing_ends_are_counted_and_said() -> None:
+    """A tokenizer that spells the template's marks in pieces: the model would learn the spelling, and never stop."""
+    chatml = PLAIN_TEMPLATE.replace("</s>", "<|im_end|>").replace("<|turn|>", "<|im_start|>")
+    for template, endless in ((chatml, 2), (PLAIN_TEMPLATE, 0)):
+        fitter = RowFitter()
+        encoder = Encoder(make_tokenizer(template), fitter)
+        for number in (1, 2):
+            record = DataRecord({"messages": CONVERSATION}, Path("data.jsonl"), f"line {number}")
+            list(encoder.encode(examples_of_records([record])))
+        assert fitter.endless.records == endless
+        told = [
+            line for line in fitter.changes() if line.startswith("without an end: 2 records; first data.jsonl, line 1")
+        ]
+        assert len(told) == (endless > 0)

@@ -96,6 +96,38 @@ def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
         find_files((str(tmp_path / "others"),))
 
 
+def test_a_missing_file_of_what_save_to_disk_left_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": str(number)} for number in range(9)]).save_to_disk(tmp_path, num_shards=3)
+    (tmp_path / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(UserError, match=r"data-00001-of-00003\.arrow is missing, which state\.json lists"):
+        find_files((str(tmp_path),))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("header", ["", "---\nconfigs:\n- {config_name: default, data_files: '*.csv'}\n---\n"])
+def test_a_missing_file_of_those_that_count_themselves_is_named(tmp_path: Path, first: int, header: str) -> None:
+    names = [f"train-{number:05}-of-00003.csv" for number in range(first, first + 3)]
+    touch(tmp_path, *names, "train-00000-of-00001.csv", "train-1-of-9.csv")
+    (tmp_path / "README.md").write_text(header)
+    assert set(names) < set(found_in(tmp_path))
+    (tmp_path / names[1]).rename(tmp_path / f"{names[1]}.part")
+    with pytest.raises(UserError, match=rf"train-0000{first + 1}-of-00003 is missing, 1 file of 3 in all: fetch it"):
+        find_files((str(tmp_path),))
+    assert len(find_files((str(tmp_path / names[0]), str(tmp_path / names[2])))) == 2
+
+
+def test_a_link_to_nothing_and_an_empty_file_among_others_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl")
+    (tmp_path / "b.jsonl.gz").symlink_to("/nowhere/b")
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz is a link to /nowhere/b, which does not exist"):
+        find_files((str(tmp_path),))
+    (tmp_path / "b.jsonl.gz").unlink()
+    (tmp_path / "b.jsonl.gz").touch()
+    for names in ([tmp_path], [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]):
+        with pytest.raises(UserError, match=r"b\.jsonl\.gz has 0 bytes"):
+            find_files(tuple(map(str, names)))
+
+
 def test_a_file_of_a_name_that_datasets_uses_is_data_where_it_stands_alone(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps([{"text": "x"}]))
     assert found_in(tmp_path) == ["state.json"]

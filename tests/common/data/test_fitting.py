@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, PackedBatches, open_data
@@ -13,7 +14,7 @@ from common.data.encode import Encoder, RowFitter
 from common.data.pack import TokenFile, write_token_file
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import examples_of_records
+from common.data.shapes import class_kind, examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,
@@ -182,7 +183,7 @@ def test_what_is_not_as_written_is_reported_with_the_first_line(tmp_path: Path) 
     file.write_text("".join(f"{json.dumps(record)}\n\n" for record in records))  # every other line is empty
     for _ in range(2):
         batches = open_data(DataConfig((str(file),), seq_len, 1), tokenizer, tmp_path / "cache")
-        counts, cut, long, untrained = batches.description.split("\n")
+        counts, cut, long, untrained, prompts = batches.description.split("\n")
         lost = 2 * (len(ids) - answers[1][1])
         assert counts.startswith("3 documents from 1 file")
         assert cut.startswith(f"cut: 2 records, {lost} tokens; first {file}, line 5; longer than a row of {seq_len}")
@@ -191,7 +192,8 @@ def test_what_is_not_as_written_is_reported_with_the_first_line(tmp_path: Path) 
         rows = [row for step in range(batches.rows) for row in batches.batch(step)["input_ids"].tolist()]
         assert all(row[0] == tokenizer.bos_token_id for row in rows), "a row begins in the middle of a prompt"
         dropping = DataConfig((str(file),), seq_len, 1, truncate=False)
-        counts, long, untrained = open_data(dropping, tokenizer, tmp_path / "cache").description.split("\n")
+        assert prompts.startswith(f"prompts: 1 record; first {file}, line 9; texts, without the chat template")
+        counts, long, untrained, _ = open_data(dropping, tokenizer, tmp_path / "cache").description.split("\n")
         assert counts.startswith("1 document from 1 file")
         assert long.startswith(f"left out: 3 records, {2 * len(ids) + len(lead)} tokens; first {file}, line 5; longer")
     assert len(list((tmp_path / "cache").iterdir())) == 2, "one file with, one without"
@@ -235,3 +237,21 @@ def test_of_a_template_that_marks_and_rewrites_turns_the_marks_say_where_to_cut(
     for seq_len in range(closed[0], len(ids)):
         stop = max(end for end in closed if end <= seq_len)
         assert fit(tokenizer, {"messages": CONVERSATION}, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("template", ["<s> $A </s>", "$A </s>", "<s> $A"])
+def test_a_text_of_a_class_is_cut_as_transformers_truncates_it(template: str, side: str, tmp_path: Path) -> None:
+    """What the tokenizer puts around a text stays: a head often reads the last token."""
+    tokenizer = make_tokenizer()
+    special = [("<s>", tokenizer.convert_tokens_to_ids("<s>")), ("</s>", tokenizer.convert_tokens_to_ids("</s>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.truncation_side = side
+    texts = ["The quick brown fox jumps over the lazy dog. " * 5, "The dog."]
+    file = write_records(tmp_path / "texts.jsonl", [{"text": text, "label": 0} for text in texts])
+    config = DataConfig((file,), 16, 2, shuffle=False, kind=class_kind({"0": 0}, 0))
+    batches = open_data(config, tokenizer, tmp_path / "cache")
+    expected = tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    rows = batches.batch(0)["input_ids"].tolist()
+    assert [row[: len(ids)] for row, ids in zip(rows, expected, strict=True)] == expected
+    assert "what fits of the text is kept" in batches.description and "answers" not in batches.description

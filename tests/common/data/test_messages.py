@@ -34,6 +34,11 @@ def chat_of(record: dict[str, Any]) -> Chat:
     ([turn("human", "a"), turn("gpt", "b", train=False)], """turn 2 .* has 'train'. Write "weight": 0"""),
     ([turn("human", "a"), turn("function_call", {"name": "f", "arguments": '{"a": 1, "a": 2}'})],
      "turn 2 .* arguments that are not JSON .*the key 'a' occurs twice"),
+    *(([turn("human", "a"), turn("function_call", {"name": "f", "arguments": arguments})],
+       "data.jsonl, line 1: turn 2 .* arguments that are not JSON .*Out of range float values")
+      for arguments in ('{"a": 1e400}', '{"a": [NaN]}', {"a": [float("inf")]}, {"a": {"b": float("nan")}})),
+    ([turn("human", "a"), turn("function_call", json.dumps({"name": "f", "arguments": {"a": float("nan")}}))],
+     "turn 2 .* arguments that are not JSON"),
     ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
     ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
 ])  # fmt: skip

@@ -218,6 +218,24 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, words: list[str
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("is_legacy", [False, True])  # of Arrow before 0.15
+def test_an_arrow_stream_that_is_cut_or_has_a_tail_is_named(tmp_path: Path, is_legacy: bool) -> None:
+    table, out, ends = pa.table({"text": [f"text {number}" for number in range(30)]}), io.BytesIO(), [0]
+    options = pa.ipc.IpcWriteOptions(use_legacy_format=is_legacy)
+    with pa.ipc.new_stream(out, table.schema, options=options) as writer:
+        for batch in table.to_batches(10):
+            writer.write_batch(batch)
+            ends.append(out.tell())
+    stream, file = out.getvalue(), tmp_path / "a.arrow"
+    file.write_bytes(stream)
+    assert read(file) == table.to_pylist()
+    cut = [stream[:end] for end in ends[1:]]
+    for content in (*cut, *(part + bytes(4096) for part in cut), stream + bytes(8), stream + stream):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.arrow cannot be read after record .0: .*the Arrow stream"):
+            read(file)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.arrow", "a.txt"])
 def test_empty_file_has_no_records(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()

@@ -1,0 +1,123 @@
+"""Columns and keys that nothing reads are named with their count, or refused where other tools train by them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.data import DataConfig, open_data
+from common.data.read import DataRecord
+from common.data.selection import RecordSelection
+from common.data.shapes import class_kind, columns_read, examples_of_records, pair_kind
+from common.errors import UserError
+from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer, write_records
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "ts": 3, "id": "a"}]
+QUESTION = {"prompt": "Capital of France?", "completion": "Paris"}
+
+
+def described(file: str, folder: Path, template: str | None = PLAIN_TEMPLATE, **columns: str) -> list[str]:
+    """Return the lines of the header about a data file."""
+    config = DataConfig((file,), 64, 1, selection=RecordSelection(columns))
+    return open_data(config, make_tokenizer(template), folder / "cache").description.split("\n")
+
+
+def test_what_nothing_reads_is_named_with_its_count(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    template = PLAIN_TEMPLATE.replace("{{ m['role'] }}", "{{ m['role'] }}{{ m['ts'] }}")
+    file = jsonl(
+        {"messages": TURNS, "source": "web", "score": None},
+        {"messages": TURNS, "source": "book", "score": 0.5, "text": "Hi Yo", "system": "Be brief.", "tools": []},
+    )
+    expected = "not read: 'source' (2), 'id' of turns (2), 'score' (1), 'text' (1)"
+    assert expected in described(file, tmp_path, template)
+    read = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "weight": 1}]
+    assert len(described(jsonl({"messages": read}, name="clean.jsonl"), tmp_path)) == 1
+    many = {f"column {number}": 1 for number in range(30)}
+    assert (
+        "'column 19' (1), others (10)" in described(jsonl({"text": "Hi there", **many}, name="b.jsonl"), tmp_path)[-1]
+    )
+
+
+@pytest.mark.parametrize("columns", [
+    {"weight": 0.5}, {"loss": False}, {"train": True}, {"input_ids": [1, 2]}, {"completion_mask": [0, 1]},
+    {"label": False}, {"kto_tag": "true"}, {"ref_chosen_logps": -1.5}, {"loss_multiplier": 0.0},
+    {"segments": [{"label": False, "text": "Hi"}]}, {"type": "TEXT_TO_VALUE"}, {"chosen_ids": [1]},
+])  # fmt: skip
+def test_what_other_tools_train_by_is_refused(
+    columns: dict[str, Any], jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"line 1 has '{next(iter(columns))}', which is not read here: .*[Ll]eave "):
+        described(jsonl({**QUESTION, **columns}), tmp_path)
+
+
+@pytest.mark.parametrize("key", [
+    "loss", "loss_scale", "loss_weight", "masked", "train_detail", "eot", "ipython", "token_loss_mask",
+])  # fmt: skip
+def test_keys_of_turns_that_other_tools_train_by_are_refused(
+    key: str, jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"turn 2 of 'messages' has '{key}'"):
+        described(jsonl({"messages": [TURNS[0], {"role": "assistant", "content": "Yo", key: 0}]}), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["train", "weight"])
+def test_keys_of_parts_that_other_tools_train_by_are_refused(
+    key: str, jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    """axolotl trains some parts of a turn and not others."""
+    parts = [{"type": "text", "text": "Let me think.", key: 0}, {"type": "text", "text": " Yo"}]
+    with pytest.raises(UserError, match=f"turn 2 of 'messages': a part of its content has '{key}'"):
+        described(jsonl({"messages": [TURNS[0], {"role": "assistant", "content": parts}]}), tmp_path)
+
+
+class Watched(dict[str, Any]):
+    """A record that knows which of its columns have been read."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize(("values", "kind"), [
+    ({"text": "Hi"}, None),
+    ({"messages": TURNS}, None),
+    (QUESTION, None),
+    ({"instruction": "Capital?", "output": "Paris"}, None),
+    ({"prompt": "Capital?", "chosen": "Paris", "rejected": "Rome"}, "pairs"),
+    ({"text": "Hi", "label": "a"}, "texts"),
+])  # fmt: skip
+def test_the_columns_that_count_as_read_are_those_that_are_read(values: dict[str, Any], kind: str | None) -> None:
+    record = Watched({"score": 1, "ts": 2, **values})
+    kinds = {"pairs": pair_kind(), "texts": class_kind({"a": 0})}
+    read = examples_of_records if kind is None else kinds[kind].items
+    list(read([DataRecord(record, Path("data.jsonl"), "line 1")]))
+    listed = columns_read(record, kind)
+    if kind == "pairs":  # a prompt has several names, and OpenAI's layout is looked at first
+        listed -= {"preferred_output", "non_preferred_output"}
+        record.read -= {"messages", "conversations", "instruction"}
+    assert record.read == listed
+
+
+def test_questions_and_answers_as_texts_say_how_to_make_them_turns(tmp_path: Path) -> None:
+    rows = [{"question": "Capital of France?", "answer": "Paris"}, {"question": "<|turn|>Hi", "answer": "Yo"}]
+    file = write_records(tmp_path / "data.csv", rows)
+    said = [
+        [line for line in described(file, tmp_path, template, **columns) if "turns" in line]
+        for template, columns in (
+            (PLAIN_TEMPLATE, {"prompt": "question", "completion": "answer"}),
+            (None, {"prompt": "question", "completion": "answer"}),
+            (PLAIN_TEMPLATE, {"instruction": "question", "output": "answer"}),
+        )
+    ]
+    [told], nothing, [turns] = said
+    assert told.startswith("prompts: 1 record") and "(--columns instruction=question output=answer: turns" in told
+    assert not nothing and turns.startswith("instructions: 2 records")
