@@ -44,7 +44,7 @@ class StoreConfig:
     moves there first, crash-safely: it is copied, and the copy is read again."""
     commit_every: int = 1
     """Steps between commits: memory is not written in between, and a crash loses up to this many steps."""
-    drive_life: float | None = option(None, "DAYS|any", DAYS, commands=Command.STEP, may_differ=True, heading="Memory")
+    drive_life: float | None = option(None, "DAYS|any", DAYS, may_differ=True, heading="Memory")
     """Days that the drives' warranted writes must last; any: the fastest step. Default: the step that writes least
     within 10% of the fastest.
 
@@ -111,7 +111,7 @@ class OptimizerConfig:
     max_grad_norm: float | None = None
     """Global norm to which gradients are clipped, exactly; None does not clip."""
     # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
-    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), commands=Command.STEP, heading="Training")
+    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), needs="max_grad_norm", heading="Training")
     """With ``max_grad_norm``: update in the next step, when the norm is known (deferral), or at once, and again after
     clipped steps (speculation). The numbers are the same.
 
@@ -128,7 +128,7 @@ class MemoryConfig:
     """Options of how much memory a run takes, and what for."""
 
     host_memory: int | str | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE, heading="Memory")
-    """Host memory to use: 64GiB. Default: what is free.
+    """Host memory to use: 64GiB. Default: what is free; 48GiB in a plan of other hardware.
 
     In bytes or as text; None takes four fifths of what is available. With several ranks it is that of the node."""
     device_memory: int | str | None = option(None, "SIZE", BUDGET, commands=Command.SHAPE, heading="Memory")

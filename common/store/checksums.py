@@ -6,15 +6,21 @@ with the page's number and all are added up, so a record may be written in any p
 threads. Two different contents agree with a probability of about 2^-64: this finds damage, not forgery.
 """
 
+import bisect
 import threading
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from common.store.errors import StoreError
-from common.store.layout import ALIGNMENT, Extent, whole_pages
+from common.store.layout import ALIGNMENT, Extent
+
+if TYPE_CHECKING:
+    import torch
 
 _WORDS = ALIGNMENT // 8
 
@@ -31,50 +37,167 @@ GOLDEN_STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's distance between sta
 _FACTORS = mixed_words((np.arange(_WORDS, dtype=np.uint64) + np.uint64(1)) * GOLDEN_STEP) | np.uint64(1)
 
 
-def checksum(data: np.ndarray, first_page: int) -> int:
-    """Return the checksum of bytes, uint8, whose first page has number ``first_page``. Parts add up modulo 2^64."""
-    rest = data.nbytes % ALIGNMENT
-    if rest:  # a record's last page is filled up with zeros
-        padded = np.zeros(whole_pages(data.nbytes), np.uint8)
-        padded[: data.nbytes] = data
-        data = padded
-    hashes = np.einsum("ij,j->i", data.view("<u8").reshape(-1, _WORDS), _FACTORS)
+def checksum(data: "np.ndarray | torch.Tensor", first_page: int) -> int:
+    """Return the checksum of bytes, uint8, whose first page has number ``first_page``. Parts add up modulo 2^64.
+
+    A device computes the hashes of the pages in its memory, and sends only these.
+    """
+    body = data.nbytes - data.nbytes % ALIGNMENT
+    if isinstance(data, np.ndarray):
+        hashes, rest = _host_hashes(data[:body]), data[body:]
+    else:
+        hashes, rest = _device_hashes(data[:body]), data[body:].cpu().numpy()
+    if len(rest):  # a record's last page is filled up with zeros
+        padded = np.zeros(ALIGNMENT, np.uint8)
+        padded[: len(rest)] = rest
+        hashes = np.concatenate([hashes, _host_hashes(padded)])
     numbers = np.arange(first_page, first_page + len(hashes), dtype=np.uint64)
     return int(mixed_words(hashes + mixed_words(numbers * GOLDEN_STEP)).sum())
 
 
+def _host_hashes(pages: np.ndarray) -> npt.NDArray[np.uint64]:
+    return np.einsum("ij,j->i", pages.view("<u8").reshape(-1, _WORDS), _FACTORS)
+
+
+def _device_hashes(pages: "torch.Tensor") -> npt.NDArray[np.uint64]:
+    import torch
+
+    factors = torch.from_numpy(_FACTORS.view(np.int64)).to(pages.device)
+    hashes = []
+    for some in pages.view(torch.int64).view(-1, _WORDS).split(_DEVICE_PAGES):
+        hashes.append((some * factors).sum(1).cpu())  # modulo 2^64, as without a sign
+    return torch.cat(hashes).numpy().view(np.uint64) if hashes else np.zeros(0, np.uint64)
+
+
+_DEVICE_PAGES = 256  # Pages whose words are multiplied at once: they take as many bytes again of the device's memory
+
+
+@dataclass(frozen=True)
+class ChecksummedExtent:
+    """An extent, and the checksums of what was written to it, as a manifest lists them."""
+
+    what: str  # Name of its content, for messages: `block 7, optimizer states`
+    extent: Extent
+    sums: tuple[int, ...]  # Checksum of each directory
+
+    def to_dict(self) -> dict[str, Any]:
+        sums = [f"{value:016x}" for value in self.sums]
+        return {"what": self.what, "extent": list(astuple(self.extent)), "sums": sums}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
+        file, offset, nbytes, unit = content["extent"]
+        sums = tuple(int(text, 16) for text in content["sums"])
+        return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
+
+
+class DamagedError(StoreError):
+    """Bytes on drives are not what was written there."""
+
+    def __init__(self, message: str, directories: Sequence[Path]):
+        super().__init__(message)
+        self.directories = tuple(directories)  # Directories whose bytes differ
+
+
+PartSums = npt.NDArray[np.uint64]  # `[parts, directories]`: the checksum of each part of an extent in each directory
+
+
+@dataclass(frozen=True)
+class CheckedExtent:
+    """An extent with what it must hold: a checksum for each of its parts, so that a part can be read alone."""
+
+    what: str  # Name of its content, for messages
+    extent: Extent
+    ends: Sequence[int]  # End of each part, in bytes of the extent: whole pages, but for the last part
+    sums: PartSums
+
+    def total(self) -> ChecksummedExtent:
+        """Return the checksums of the whole extent."""
+        return ChecksummedExtent(self.what, self.extent, tuple(self.sums.sum(axis=0).tolist()))
+
+    def covering(self, offset: int, nbytes: int) -> tuple[int, int]:
+        """Return the first byte, and the end, of the fewest whole parts that hold a range."""
+        first = bisect.bisect_right(self.ends, offset)
+        last = bisect.bisect_left(self.ends, offset + nbytes)
+        return self.ends[first - 1] if first else 0, self.ends[last]
+
+
+_ADVICE = (
+    " They were not used, and nothing after them is committed. Look at the drive's health (smartctl, dmesg); --resume "
+    "reads everything again, and continues from the last committed step if that is whole."
+)
+
+
 class ExtentChecksums:
-    """The checksums of one extent, one for each directory, computed and checked while its bytes are read or written."""
+    """The checksums of one extent, for each part and directory, added up while its bytes are read or written.
+
+    Args:
+        ends: end of each part, in bytes of the extent; None: it is a single part.
+        expected: what the parts that are read must have.
+    """
 
     def __init__(
-        self, extent: Extent, directories: Sequence[Path], what: str, expected: Sequence[int] | None = None
+        self,
+        extent: Extent,
+        directories: Sequence[Path],
+        what: str,
+        ends: Sequence[int] | None = None,
+        expected: PartSums | None = None,
     ) -> None:
         self._extent, self._directories, self._what = extent, directories, what
+        self._ends = [extent.nbytes] if ends is None else ends
         self._expected = expected
-        self._totals = [0] * len(directories)
-        self._left = whole_pages(extent.nbytes)
+        self._totals = [[0] * len(directories) for _ in self._ends]
+        starts = [0, *self._ends[:-1]]
+        self._left = [end - start for start, end in zip(starts, self._ends, strict=True)]
         self._lock = threading.Lock()
 
-    def add(self, directory: int, offset: int, data: np.ndarray) -> None:
-        """Add bytes of the file in directory number ``directory``, from ``offset`` on; the last ones reveal damage."""
-        value = checksum(data, (offset - self._extent.offset) // ALIGNMENT)
-        with self._lock:
-            self._totals[directory] = (self._totals[directory] + value) % (1 << 64)
-            self._left -= whole_pages(data.nbytes)
-            complete = not self._left
-        if not complete or self._expected is None:
-            return
-        sums = zip(self._directories, self._totals, self._expected, strict=True)
-        if damaged := [str(folder / self._extent.file) for folder, total, known in sums if total != known]:
+    def add(self, directory: int, offset: int, start: int, data: "np.ndarray | torch.Tensor") -> None:
+        """Add bytes, uint8, that are in directory number ``directory``; the last ones of a part reveal damage.
+
+        Args:
+            offset: of the first in the file.
+            start: of the first in the extent.
+        """
+        page = (offset - self._extent.offset) // ALIGNMENT
+        part, done = bisect.bisect_right(self._ends, start), 0
+        while done < len(data):
+            nbytes = min(self._ends[part] - start - done, len(data) - done)
+            value = checksum(data[done : done + nbytes], page + done // ALIGNMENT)
+            with self._lock:
+                totals = self._totals[part]
+                totals[directory] = (totals[directory] + value) % (1 << 64)
+                self._left[part] -= nbytes
+                complete = not self._left[part]
+            if complete and self._expected is not None:
+                self._compare(totals, self._expected[part].tolist(), _ADVICE)
+            part, done = part + 1, done + nbytes
+
+    def compare(self, expected: Sequence[int]) -> None:
+        """Compare the whole extent, of which every byte has been added, with a checksum for each directory.
+
+        Raises:
+            DamagedError: it is damaged; names the extent's content and the files.
+        """
+        self._compare(self.parts().sum(axis=0).tolist(), expected)
+
+    def _compare(self, totals: Sequence[int], expected: Sequence[int], advice: str = "") -> None:
+        sums = zip(self._directories, totals, expected, strict=True)
+        if damaged := [directory for directory, total, right in sums if total != right]:
+            files = " and ".join(str(directory / self._extent.file) for directory in damaged)
             first = self._extent.offset
             last = first + self._extent.bytes_per_directory(len(self._directories)) - 1
-            raise StoreError(
-                f"{self._what} is damaged: bytes {first:,} to {last:,} of {' and '.join(damaged)} are not what was "
-                "written there."
+            raise DamagedError(
+                f"{self._what} is damaged: bytes {first:,} to {last:,} of {files} are not what was written there."
+                f"{advice}",
+                damaged,
             )
 
-    @property
-    def values(self) -> tuple[int, ...]:
-        """The checksum of each directory, once every byte has been added."""
-        assert not self._left, f"{self._left} bytes of {self._what} have not been added"
-        return tuple(self._totals)
+    def parts(self) -> PartSums:
+        """Return the checksums of all parts, once every byte has been added."""
+        assert not any(self._left), f"{sum(self._left)} bytes of {self._what} have not been added"
+        return np.array(self._totals, np.uint64)
+
+    def checked(self) -> CheckedExtent:
+        """Return the extent as it can be read, once every byte has been added."""
+        return CheckedExtent(self._what, self._extent, self._ends, self.parts())

@@ -61,7 +61,10 @@ class Identity:
             if not 0 <= identity.index < identity.count == identity.layout.directories:
                 raise ValueError(f"directory {identity.index} of {identity.count}")
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise StoreError(f"{directory / IDENTITY_FILE} is not a valid store ({error}): was it edited?") from error
+            raise StoreError(
+                f"{directory / IDENTITY_FILE} does not describe a store ({error}), so it was edited: restore it from a "
+                f"copy, or remove {directory} and begin again with --overwrite."
+            ) from error
         return identity
 
 
@@ -101,6 +104,12 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
     for path in paths:
         identity = Identity.read(path)
         if identity is None:
+            others = [other for other in paths if other.is_dir() and Identity.read(other) is not None]
+            if others:
+                raise UserError(
+                    f"{path} holds no run to continue, as {', '.join(map(str, others))} does. If its drive is not "
+                    "mounted, mount it; else correct --ssd."
+                )
             raise UserError(f"{path} holds no run to continue. Check --ssd, or leave out --resume to begin a new run.")
         if not identity.complete:
             raise UserError(f"The store in {path} was never finished: begin a new run there, without --resume.")
@@ -119,9 +128,10 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
         numbers = ", ".join(str(index + 1) for index in missing)
         raise UserError(
             f"The run in {', '.join(map(str, paths))} is striped over {first.count} directories, and number {numbers} "
-            f"is not among those given. Give all {first.count} with --ssd, in any order. To do without a drive from "
-            "now on, give the others with --ssd and that one with --leave-ssd. If it is lost, so is the run: it has a "
-            "part that no other drive has. Begin again with --overwrite, or from a copy."
+            f"is not among those given. Mount its drive, if it is not mounted, and give all {first.count} with --ssd, "
+            "in any order. To do without a drive from now on, give the others with --ssd and that one with "
+            "--leave-ssd. If it is lost, so is the run: it has a part that no other drive has. Begin again with "
+            "--overwrite, or from a copy."
         )
     ordered = [by_index[index] for index in range(first.count)]
     lost = [path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()]
@@ -130,13 +140,22 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
             f"What is in {lost[0].parent} is no longer a run: it has moved, or its removal was interrupted, or it was "
             "never finished. Name the drives that it has moved to with --ssd, or begin a new run with --overwrite."
         )
+    if lost:
+        raise StoreError(
+            f"{lost[0]} is gone, and the run cannot be continued without it. Restore it from a copy of that time, or "
+            "begin again with --overwrite, from a checkpoint (--model) if there is one."
+        )
     for path in ordered:
         for name, nbytes in first.layout.file_bytes().items():
             file = path / name
             with described("opening", file):
                 size = file.stat().st_size
             if size != nbytes or size % ALIGNMENT:
-                raise StoreError(f"{file} has {size:,} bytes instead of {nbytes:,}: it was changed by something else.")
+                raise StoreError(
+                    f"{file} has {size:,} bytes instead of {nbytes:,}: it was changed by something else. Restore it "
+                    "from a copy of that time, or begin again with --overwrite, from a checkpoint (--model) if there "
+                    "is one."
+                )
     return ordered, identities[ordered[0]]
 
 

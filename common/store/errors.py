@@ -17,7 +17,7 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     """Return the ``StoreError`` for an ``error`` while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
     what = f"{doing} of {path.name} in {path.parent} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what += ". Free some space there, then continue with --resume."
+        what += ". Free some space there, and start it again."
     elif error.errno == errno.EIO:
         what += ". The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
     elif error.errno == errno.EROFS:

@@ -5,7 +5,8 @@ and the successor gets its folders' names.
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from common.errors import UserError
@@ -26,6 +27,68 @@ def successor_folder(folder: Path) -> Path:
 def final_folder(directory: Path) -> Path:
     """Return the folder that a store in ``directory`` has once it is promoted; the same if it is no successor."""
     return directory.with_name(directory.name.removesuffix(_SUFFIX))
+
+
+def rank_folder(local_rank: int | str) -> str:
+    """Return the name of a rank's folder in the run's directory on every SSD of its node."""
+    return f"rank-{local_rank}"
+
+
+def run_places(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield all places of a run's stores on drives where it has these folders; they need not exist.
+
+    They are each folder, the one next to it where a move may have been interrupted, and those of ranks in it.
+    """
+    for folder in folders:
+        with described("reading", folder):
+            ranks = sorted(folder.glob(rank_folder("*")))
+        yield from (folder, successor_folder(folder), *ranks)
+
+
+def uncommitted_directories(folders: Sequence[Path]) -> list[Path]:
+    """Return the directories of all stores in :func:`run_places` of ``folders``, which hold no commit.
+
+    A store gets its first commit when it is filled. Without one it is worth nothing, if it is whole: then it was never
+    filled.
+
+    Raises:
+        UserError: one is not whole, or was moving, so that a commit may be elsewhere.
+    """
+    stores: dict[str, dict[int, Path]] = defaultdict(dict)
+    counts = {}
+    for path in filter(Path.is_dir, run_places(folders)):
+        identity = Identity.read(path)
+        if path != final_folder(path) or (identity is not None and identity.replaces):
+            raise UserError(
+                f"The run in {final_folder(path)} was moving to other drives, and those given have no commit of it. "
+                "Give all of its drives, old and new, with --ssd and --resume, or begin again with --overwrite."
+            )
+        if identity is not None and identity.complete:
+            stores[identity.store][identity.index] = path
+            counts[identity.store] = identity.count
+    for store, paths in stores.items():
+        if missing := sorted(set(range(counts[store])) - paths.keys()):
+            numbers = ", ".join(str(index + 1) for index in missing)
+            raise UserError(
+                f"{', '.join(map(str, paths.values()))} is part of a run that is striped over {counts[store]} "
+                f"directories, and number {numbers} is not among those given. Mount its drive, and give all "
+                f"{counts[store]} with --ssd; or begin again with --overwrite."
+            )
+    return [path for paths in stores.values() for path in paths.values()]
+
+
+def remove_uncommitted(folders: Sequence[Path]) -> None:
+    """Remove the stores in ``folders`` that were never filled.
+
+    Raises:
+        UserError: as :func:`uncommitted_directories`; or another process fills them.
+    """
+    directories = uncommitted_directories(folders)
+    if not directories:
+        return
+    with lock_folders(directories):
+        if all(load_manifest(path) is None for path in directories):
+            remove(directories)
 
 
 def lock_folders(folders: Sequence[Path]) -> DirectoryLock:

@@ -22,8 +22,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
     content = json.loads(json.dumps(content))
     text = json.dumps({"blake2b": _checksum(content), "content": content}, indent=1) + "\n"
     with described("writing", path):
-        replace_file(path, text, durable=True)
-    sync_directory(path.parent)
+        replace_file(path, text)
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:

@@ -155,7 +155,8 @@ class PosixFile:
                 what = f"{doing} {format_bytes(pages.nbytes - done)} at offset {offset + done}"
                 raise describe_os_error(what, self.path, error) from error
             if moved < ALIGNMENT:
-                size = os.fstat(self._descriptor).st_size
+                with described("looking up", self.path):
+                    size = os.fstat(self._descriptor).st_size
                 raise StoreError(
                     f"{doing} {format_bytes(pages.nbytes - done)} at offset {offset + done} of {self.path.name} in "
                     f"{self.path.parent} stopped after {moved} bytes: the file was truncated (it has {size} bytes), or "
@@ -168,6 +169,25 @@ class PosixFile:
         """Return when everything written is on the drive; if it refuses, that may be lost."""
         with described("syncing", self.path):
             os.fdatasync(self._descriptor)
+        self._check_is_there()
+
+    def _check_is_there(self) -> None:
+        """Raise a StoreError if the path names another file, or none: what was written is lost when this is closed."""
+        try:
+            ours = os.fstat(self._descriptor)
+            named = self.path.stat()
+        except FileNotFoundError:
+            what = "was deleted or moved"
+        except OSError as error:
+            raise describe_os_error("looking up", self.path, error) from error
+        else:
+            if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino):
+                return
+            what = "was replaced by another file"
+        raise StoreError(
+            f"{self.path} {what} while the run was writing to it, so no later step can be committed. If it was moved, "
+            "put it back and continue with --resume; else begin again with --overwrite."
+        )
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
-from common.store.checksums import ExtentChecksums
+from common.store.checksums import CheckedExtent, ChecksummedExtent, ExtentChecksums, PartSums
 from common.store.errors import StoreError
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -123,7 +122,28 @@ class Store:
         """Whether every file is reached past the page cache. False on file systems without O_DIRECT."""
         return all(file.direct for files in self._files.values() for file in files)
 
-    def read(
+    def read(self, checked: CheckedExtent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+        """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in an extent, and check them.
+
+        The future has a StoreError if they are not what was written there.
+
+        Args:
+            checked: the extent with the checksums of its parts, of which whole ones are read.
+            buffer: writable C-contiguous memory (numpy array, mmap, memoryview, ...), fastest at a page-aligned
+                address; or a contiguous CUDA tensor, if opened with ``io="kvikio"``.
+
+        Raises:
+            ValueError, TypeError: if the range or the buffer is invalid. Errors of the drive are in the future.
+        """
+        extent = checked.extent
+        nbytes = extent.nbytes - offset if nbytes is None else nbytes
+        self._check_range("read", extent, offset, nbytes)
+        if checked.covering(offset, nbytes) != (offset, offset + nbytes):
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are not whole parts of {checked.what}")
+        sums = ExtentChecksums(extent, self.directories, checked.what, checked.ends, checked.sums)
+        return self._start("read", extent, buffer, offset, nbytes, sums)
+
+    def read_unchecked(
         self,
         extent: Extent,
         buffer: Any,
@@ -131,16 +151,11 @@ class Store:
         nbytes: int | None = None,
         sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
-        """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in ``extent``.
+        """Read as ``read`` does, but any bytes, and compare them with nothing; for what finds damage, and for tests.
 
         Args:
-            buffer: writable C-contiguous memory (numpy array, mmap, memoryview, ...), fastest at a page-aligned
-                address; or a contiguous CUDA tensor, if opened with ``io="kvikio"``.
             offset: any, but a multiple of 4096 for device memory.
-            sums: checksums to which the bytes are added: whole pages. From device memory a stripe at a time is copied.
-
-        Raises:
-            ValueError, TypeError: if the range or the buffer is invalid. Errors of the drive are in the future.
+            sums: checksums to which the bytes are added: whole pages.
         """
         return self._start("read", extent, buffer, offset, nbytes, sums)
 
@@ -152,16 +167,13 @@ class Store:
         nbytes: int | None = None,
         sums: ExtentChecksums | None = None,
     ) -> "Future[None]":
-        """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; arguments as in ``read``.
+        """Write the first ``nbytes`` bytes of ``buffer`` to ``extent``, from ``offset`` on; buffers as in ``read``.
 
+        Their checksums are added to ``sums`` before they are written, so that any later change is found.
         Whole pages are written: ``offset`` must be a multiple of 4096, and so must ``nbytes`` unless it reaches to the
         end of the extent. Nothing is durable before ``sync``.
         """
         return self._start("write", extent, buffer, offset, nbytes, sums)
-
-    def read_now(self, extent: Extent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> None:
-        """Read, and wait. Raises StoreError if a drive fails."""
-        self.read(extent, buffer, offset, nbytes).result()
 
     def sync(self, files: Iterable[str]) -> None:
         """Return when all finished writes to these files are durable, or raise; running writes are not waited for."""
@@ -173,6 +185,12 @@ class Store:
         for files_there in files_by_directory:
             transfer.submit(self._syncing, _sync_all, files_there)
         transfer.future.result()
+        for directory in self.directories:
+            if not (directory / placement.IDENTITY_FILE).exists():
+                raise StoreError(
+                    f"{directory / placement.IDENTITY_FILE} was deleted while the run was at work, and without it "
+                    "the run is not found again. Restore it from a copy, or begin again with --overwrite."
+                )
 
     def close(self) -> None:
         """Wait for running transfers and close the files. Idempotent."""
@@ -225,10 +243,11 @@ class Store:
         transfer = Transfer(len(calls))
         for directory, at, start, length in calls:
             work, part = getattr(files[directory], direction), flat[start : start + length]
-            if sums is not None:
-                work = partial(_move_and_add, sums, directory, work)
             if self._clocks:
                 work = partial(self._clocks[directory].during, direction, whole_pages(at % ALIGNMENT + length), work)
+            if sums is not None:
+                add = partial(sums.add, directory, at, offset + start)
+                work = partial(_write_summed if direction == "write" else _read_summed, work, add)
             transfer.submit(self._pools[directory], work, at, part)
         return transfer.future
 
@@ -267,11 +286,14 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     return flat
 
 
-def _move_and_add(
-    sums: ExtentChecksums, directory: int, work: Callable[[int, Any], None], offset: int, part: Any
-) -> None:
-    work(offset, part)
-    sums.add(directory, offset, part if isinstance(part, np.ndarray) else part.cpu().numpy())
+def _read_summed(read: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any) -> None:
+    read(offset, part)
+    add(part)
+
+
+def _write_summed(write: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any) -> None:
+    add(part)
+    write(offset, part)
 
 
 def _sync_all(files: Iterable[PosixFile]) -> None:
@@ -289,39 +311,27 @@ def _check_io(io: str) -> None:
 PIECE_BYTES = 64 << 20  # Bytes that are read and checked at once, by the threads of all drives
 
 
-@dataclass(frozen=True)
-class ChecksummedExtent:
-    """An extent, and the checksums of what was written to it."""
-
-    what: str  # Name of its content, for messages: `block 7, optimizer states`
-    extent: Extent
-    sums: tuple[int, ...]  # Checksum of each directory
-
-    def to_dict(self) -> dict[str, Any]:
-        sums = [f"{value:016x}" for value in self.sums]
-        return {"what": self.what, "extent": list(astuple(self.extent)), "sums": sums}
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
-        file, offset, nbytes, unit = content["extent"]
-        sums = tuple(int(text, 16) for text in content["sums"])
-        return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
-
-
 def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
     """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
     read, damage = 0, []
     for entry in sealed:
         read += entry.extent.nbytes
         try:
-            read_all(store, entry.extent, ExtentChecksums(entry.extent, store.directories, entry.what, entry.sums))
+            part_sums(store, entry)
         except StoreError as error:
             damage.append(str(error))
     return read, damage
 
 
-def read_all(store: Store, extent: Extent, sums: ExtentChecksums) -> None:
-    """Read all of ``extent`` and add it to ``sums``, which finds damage."""
+def part_sums(store: Store, entry: ChecksummedExtent, ends: Sequence[int] | None = None) -> PartSums:
+    """Read all of an extent, compare it with its checksums, and return those of its parts, which end at ``ends``.
+
+    Raises:
+        StoreError: it is damaged, or cannot be read.
+    """
+    extent, sums = entry.extent, ExtentChecksums(entry.extent, store.directories, entry.what, ends)
     buffer = aligned_bytes(min(PIECE_BYTES, extent.nbytes))
     for start in range(0, extent.nbytes, PIECE_BYTES):
-        store.read(extent, buffer, start, min(PIECE_BYTES, extent.nbytes - start), sums).result()
+        store.read_unchecked(extent, buffer, start, min(PIECE_BYTES, extent.nbytes - start), sums).result()
+    sums.compare(entry.sums)
+    return sums.parts()

@@ -2,17 +2,19 @@
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.store import Store, StoreError, commit_manifest
-from common.store.store import ChecksummedExtent, verify
-from fuyou.layout.record import FROZEN_FILE, SLOTS, Precision, RecordSums, weights_file
+from common.store import Extent, Store, StoreError, commit_manifest
+from common.store.checksums import ChecksummedExtent, DamagedError, PartSums
+from common.store.store import part_sums
+from fuyou.layout.record import FROZEN_FILE, SLOTS, Precision, weights_file
 from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT
+from fuyou.layout.record_sums import RecordSums
 from fuyou.layout.share import Share
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.optimizer.adam import Update
@@ -47,6 +49,7 @@ class TrainingState:
     # Sequences of the newest step's batch, tokens of each, and how many sequences were computed at once: sums are
     # rounded in that order. Empty before the first step.
     micro_batch: list[int] = field(default_factory=list)
+    base: str = ""  # Identity of the weights that training began with; empty if that is not known
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,10 +76,58 @@ class TrainingState:
                 raise UserError(
                     f"This run {what}, as earlier versions could. Finish it with the version that began it."
                 )
-        # Earlier versions wrote more fields. The rest is as it was written: the manifest has a checksum.
-        return TrainingState(
-            **{item.name: content[item.name] for item in fields(TrainingState) if item.name in content}
-        )
+        # Earlier versions wrote more fields. The manifest has a checksum, but may have been edited and sealed again.
+        values = {item.name: content[item.name] for item in fields(TrainingState) if item.name in content}
+        for name, is_valid in _VALID.items():
+            if name in values and not is_valid(values[name]):
+                raise _edited(f"{name} = {values[name]!r:.80}")
+        try:
+            return TrainingState(**values)
+        except TypeError as error:
+            raise _edited("no complete state") from error
+
+
+def _edited(what: str) -> FinetuneError:
+    return FinetuneError(
+        f"The run's manifest has {what}, which this program does not write: it was edited. Take a copy of the run, or "
+        "begin again with --overwrite."
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _maps_to(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
+
+
+def _lists(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value))
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "slot": lambda value: _is_count(value) and value < SLOTS,
+    **dict.fromkeys(("store", "model", "dtype", "optimizer_dtype", "optimizer", "base"), _is_text),
+    "random": _maps_to(_is_text),
+    "user": lambda value: isinstance(value, dict),
+    "report": _maps_to(_is_number),
+    "clipped": _is_count,
+    "missed": _maps_to(_is_count),
+    "checksums": _lists(lambda value: isinstance(value, dict)),
+    "piece_bytes": lambda value: value is None or (_is_count(value) and value > 0),
+    "micro_batch": _lists(_is_count),
+}
+"""Whether a value of a field is one that this program writes."""
 
 
 def random_states(device: torch.device) -> dict[str, str]:
@@ -261,19 +312,42 @@ def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> 
     }
 
 
-def check_records(store: Store, state: TrainingState) -> None:
-    """Read all records of a committed state, and compare them with its checksums.
+def check_records(store: Store, state: TrainingState, ends: Mapping[Extent, Sequence[int]]) -> dict[Extent, PartSums]:
+    """Read all records of a committed state, compare them with its checksums, and return those of their parts.
+
+    Args:
+        ends: end of each part of every extent, in bytes.
 
     Raises:
         StoreError: if some are damaged; names them and the drive.
     """
-    _, damage = verify(store, sealed_records(store, state))
-    if damage:
+    sums: dict[Extent, PartSums] = {}
+    errors: list[StoreError] = []
+    for entry in sealed_records(store, state):
+        try:
+            sums[entry.extent] = part_sums(store, entry, ends[entry.extent])
+        except StoreError as error:
+            errors.append(error)
+    if errors:
+        more = f" And {len(errors) - 3} more (see --verify)." if len(errors) > 3 else ""
         raise StoreError(
-            f"The run in {store.directories[0]} is damaged and cannot be continued. {' '.join(damage[:3])}"
-            f"{f' And {len(damage) - 3} more (see --verify).' if len(damage) > 3 else ''} Look at the drive's health "
-            "(smartctl, dmesg), then begin again with --overwrite."
+            f"The run in {store.directories[0]} is damaged and cannot be continued. "
+            f"{' '.join(map(str, errors[:3]))}{more} {_way_out(store, errors)}"
         )
+    return sums
+
+
+def _way_out(store: Store, errors: Sequence[StoreError]) -> str:
+    damaged = {path for error in errors if isinstance(error, DamagedError) for path in error.directories}
+    whole = [path for path in store.directories if path not in damaged]
+    again = "begin again with --overwrite, from a checkpoint of this run (--model) if it has saved any."
+    if damaged and whole and all(isinstance(error, DamagedError) for error in errors):
+        return (
+            f"Everything in {' and '.join(map(str, whole))} is whole. If a directory was restored from a backup or "
+            "copied, restore all directories of the run as they were at the same time, and --resume. Otherwise look at "
+            f"the drive's health (smartctl, dmesg), then {again}"
+        )
+    return f"Look at the drive's health (smartctl, dmesg), then {again}"
 
 
 def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent]:
@@ -330,4 +404,9 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
                 f"The run to continue was made with another {option} ({getattr(state, field_name)}, now "
                 f"{getattr(expected, field_name)}). Give what it was made with, or --overwrite it."
             )
+    if state.base and expected.base and state.base != expected.base:
+        raise UserError(
+            f"The weights or the configuration of --model are not those that the run in {directory} began with: they "
+            "have changed, or are another version of them. Give --model as it was then, or --overwrite the run."
+        )
     return state

@@ -11,15 +11,16 @@ from common.errors import UserError
 from common.models.checkpoint.export import CheckpointWriter
 from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.record import Record
 from fuyou.layout.record_parts import ParameterSlot
+from fuyou.layout.record_sums import RecordSums
 from fuyou.model.open_model import OpenModel
 from fuyou.optimizer.moments import join
 from fuyou.runtime.ranks import ClusterTopology, gather
 
 
 class StoreReader:
-    """Reads parameters from a store that nobody writes to, in the state of one slot.
+    """Reads parameters from a store that nobody writes to, in the state of one slot, and checks them.
 
     Several ranks all read the same at once: each its part, the rest from the others.
 
@@ -32,12 +33,12 @@ class StoreReader:
         self,
         store: Store,
         shape: ModelLayout,
-        extents: Sequence[RecordExtents],
+        sums: RecordSums,
         chunk_elements: int,
         slot: int,
         topology: ClusterTopology | None,
     ):
-        self._store, self._shape, self._extents = store, shape, extents
+        self._store, self._shape, self._sums = store, shape, sums
         self._chunk_elements, self._newest = chunk_elements, slot
         self._intra_node = None if topology is None else topology.gather_groups.intra_node
         self._inter_node = None if topology is None else topology.gather_groups.inter_node
@@ -63,7 +64,8 @@ class StoreReader:
     def _parameters(self, record: Record) -> torch.Tensor:
         stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
         part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
-        self._store.read_now(self._extents[record.index].parameters[self._slot(record)], part.numpy())
+        checked = self._sums.checked(record.index, "parameters", self._slot(record))
+        self._store.read(checked, part.numpy()).result()
         _gather(stored, self._intra_node)  # the ranks of a node have all of it together
         if not record.decoded_nbytes:
             return stored.view(record.precision.dtype)
@@ -77,11 +79,11 @@ class StoreReader:
         if not record.trainable or not record.precision.split:
             return values
         low = torch.empty(record.numel, dtype=record.precision.low_dtype)
-        extent = self._extents[record.index].states[self._slot(record)]
+        checked = self._sums.checked(record.index, "states", self._slot(record))
         first, stored = share.owned_start(record.numel), share.stored_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
-            self._store.read_now(extent, part, record.precision.state_nbytes(chunk.start), part.nbytes)
+            self._store.read(checked, part, record.precision.state_nbytes(chunk.start), part.nbytes).result()
         _gather(low[stored : stored + record.stored].view(torch.uint8), self._inter_node)
         _gather(low.view(torch.uint8), self._intra_node)
         master = torch.empty(record.numel, dtype=torch.float32)

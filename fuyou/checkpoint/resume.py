@@ -18,7 +18,8 @@ from typing import Any
 
 from common.activity import activity
 from common.errors import FinetuneError, UserError
-from common.store import DirectoryLock, Store, StoreError, commit_manifest, load_manifest
+from common.store import DirectoryLock, Extent, Store, StoreError, commit_manifest, load_manifest
+from common.store.checksums import ChecksummedExtent, PartSums
 from common.store.directories import Identity, check_space
 from common.store.folders import (
     final_folder,
@@ -29,7 +30,7 @@ from common.store.folders import (
     successor_folder,
 )
 from common.store.manifest import MANIFEST_FILE, sync_directory
-from common.store.store import ChecksummedExtent, verify
+from common.store.store import part_sums
 from common.units import format_bytes
 from fuyou.checkpoint.commits import CLUSTER, TrainingState, check_records, check_state, cluster_content
 from fuyou.checkpoint.run_files import RunFiles
@@ -80,6 +81,7 @@ class _Resumption:
         self._lock = DirectoryLock(())
         self._scans: list[DriveScan] = []  # What all ranks have found
         self._found: dict[Path, Identity] = {}  # All directories of stores on this rank's drives
+        self._sums: dict[Extent, PartSums] = {}  # Checksums of everything in this rank's store, once it is checked
 
     def run(self, io: dict[str, Any]) -> RunFiles:
         with contextlib.ExitStack() as opened:
@@ -91,11 +93,13 @@ class _Resumption:
                 chosen = self._settle()
             step = chosen.common_step(self._hosts)
             store = self._all_or_none(lambda: opened.enter_context(Store.open(self._drives.folders, **io)))
-            state = self._all_or_none(lambda: self._state_after(store, step, check=not moves))
+            state = self._all_or_none(lambda: self._state_after(store, step))
+            if not moves:
+                self._sums = self._all_or_none(lambda: self._check(store, self._share, state))
             remove_leftovers(store)  # of a killed process
             opened.pop_all()
         run = "" if self._agreement.is_alone else chosen.members[self._rank].run
-        return RunFiles(self._lock, store, state, run)
+        return RunFiles(self._lock, store, state, run, self._sums)
 
     def _all_or_none(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns, unless it fails on a rank: then raise on all of them."""
@@ -116,15 +120,19 @@ class _Resumption:
             raise (UserError if all(user for _, user in outcomes) else StoreError)(" ".join(problems))
         return result
 
-    def _state_after(self, store: Store, step: int | None = None, check: bool = False) -> TrainingState:
+    def _state_after(self, store: Store, step: int | None = None) -> TrainingState:
         content = load_manifest(store.directories[0])
         cluster = content.pop(CLUSTER, None) if content is not None else None
         if content is not None and cluster is not None and step not in (None, content["step"]):
             content = cluster["previous"]
-        state = check_state(store, content, self._expected)
-        if check:
-            check_records(store, state)
-        return state
+        return check_state(store, content, self._expected)
+
+    def _check(self, store: Store, share: Share, state: TrainingState) -> dict[Extent, PartSums]:
+        """Compare everything in the store of one rank with its checksums, and return those of its parts."""
+        shard = self._layout_of(share, len(store.directories), state)
+        if store.layout != shard.layout:
+            raise FinetuneError(f"The store in {store.directories[0]} is not laid out as this model's.")
+        return check_records(store, state, shard.ends_by_extent())
 
     @property
     def _hosts(self) -> list[str]:
@@ -221,6 +229,12 @@ class _Resumption:
                 own_states: dict[int, TrainingState] = self._all_or_none(
                     lambda: {shard.rank: self._open_source(shard, step, stores, stack) for shard in mine}
                 )
+                sums: dict[int, dict[Extent, PartSums]] = self._all_or_none(
+                    lambda: {
+                        shard.rank: self._check(stores[shard.rank], shard.share, own_states[shard.rank])
+                        for shard in mine
+                    }
+                )
                 described = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
                 told = self._agreement.all_gather_object(described)
                 states = {rank: TrainingState.from_dict(state) for some in told for rank, state in some}
@@ -238,8 +252,8 @@ class _Resumption:
                 where = ", ".join(str(folder.parent) for folder in self._drives.folders)
                 with activity(f"moving the run: {format_bytes(_needed(target))} are copied to {where}", announced=True):
                     readers = [shard.reader for shard in shards]
-                    sealed = RecordTransfer(sources, readers, stores, targets, self._agreement).fill(new)
-                    self._all_or_none(lambda: self._commit(new, sealed, states, run))
+                    sealed = RecordTransfer(sources, readers, stores, sums, targets, self._agreement).fill(new)
+                    self._all_or_none(lambda: self._commit(new, target, sealed, states, run))
         except BaseException:
             if begun:  # the old set is as it was
                 with contextlib.suppress(FinetuneError, OSError):
@@ -255,10 +269,7 @@ class _Resumption:
     ) -> TrainingState:
         self._lock.add(path for path in shard.paths if final_folder(path) not in self._locked)
         store = stores[shard.rank] = stack.enter_context(Store.open(shard.paths, io="posix"))
-        state = self._state_after(store, step, check=True)
-        if store.layout != self._layout_of(shard.share, len(shard.directories), state).layout:
-            raise FinetuneError(f"The store in {store.directories[0]} is not laid out as this model's.")
-        return state
+        return self._state_after(store, step)
 
     def _check_room(self, target: ShardLayout, replaced: Collection[str]) -> None:
         what = "to move the run, whose old copy stays until the new one is complete"
@@ -274,11 +285,22 @@ class _Resumption:
         self._lock.add(self._successors)
         return stack.enter_context(Store.create(self._successors, target.layout, replaces=" ".join(sorted(replaced))))
 
-    def _commit(self, new: Store, sealed: list[ChecksummedExtent], states: dict[int, TrainingState], run: str) -> None:
+    def _commit(
+        self,
+        new: Store,
+        target: ShardLayout,
+        sealed: list[ChecksummedExtent],
+        states: dict[int, TrainingState],
+        run: str,
+    ) -> None:
         new.sync(new.layout.file_bytes())
-        _, damage = verify(new, sealed)
-        if damage:
-            raise FinetuneError(f"A drive does not return what was written to it; nothing was changed. {damage[0]}")
+        ends = target.ends_by_extent()
+        try:
+            self._sums = {entry.extent: part_sums(new, entry, ends[entry.extent]) for entry in sealed}
+        except StoreError as error:
+            raise FinetuneError(
+                f"A drive does not return what was written to it; nothing was changed. {error}"
+            ) from error
         state = replace(
             states[0],
             store=new.id,

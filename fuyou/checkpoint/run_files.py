@@ -2,36 +2,29 @@
 
 import contextlib
 import uuid
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.store import DirectoryLock, Layout, Store, load_manifest
+from common.files import distinct_paths
+from common.store import DirectoryLock, Extent, Layout, Store, load_manifest
+from common.store.checksums import PartSums
 from common.store.directories import Identity
 from common.store.errors import described
-from common.store.folders import final_folder, lock_folders, remove_leftovers, remove_successors, successor_folder
+from common.store.folders import (
+    final_folder,
+    lock_folders,
+    rank_folder,
+    remove_leftovers,
+    remove_successors,
+    successor_folder,
+)
 from common.store.manifest import sync_directory
 from common.store.store import verify
 from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records
 from fuyou.runtime.ranks import Agreement
-
-
-def rank_folder(local_rank: int | str) -> str:
-    """Return the name of a rank's folder in the run's directory on every SSD of its node."""
-    return f"rank-{local_rank}"
-
-
-def run_places(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield all places of a run's stores on drives where it has these folders; they need not exist.
-
-    They are each folder, the one next to it where a move may have been interrupted, and those of ranks in it.
-    """
-    for folder in folders:
-        with described("reading", folder):
-            ranks = sorted(folder.glob(rank_folder("*")))
-        yield from (folder, successor_folder(folder), *ranks)
 
 
 @dataclass
@@ -42,6 +35,7 @@ class RunFiles:
     store: Store
     state: TrainingState  # State that the store holds, or will hold when it is filled
     run: str  # Random name of the run, equal on all ranks; empty with a single one
+    sums: dict[Extent, PartSums] = field(default_factory=dict)  # Checksums of the parts of every extent of the state
 
     def close(self) -> None:
         with self.lock:
@@ -118,8 +112,8 @@ def find_runs(paths: Iterable[Path], may_have_none: Container[Path] = ()) -> lis
                         "it with --resume, which settles where it lies, and verify it then."
                     )
         if not count and path not in may_have_none:
-            raise UserError(f"There is no run in {path}. Give --verify the directories that --ssd names, or --output.")
-    return [list(dict.fromkeys(directories)) for directories in runs.values()]
+            raise UserError(f"There is no run in {path}. Name what --ssd or --output named: finetune verify DIR.")
+    return [distinct_paths(directories) for directories in runs.values()]
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -137,7 +131,10 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
     with DirectoryLock(directories), Store.open(directories, io="posix") as store:
         content = load_manifest(store.directories[0])
         if content is None:
-            raise UserError(f"The run in {store.directories[0]} ended before its weights were written.")
+            raise UserError(
+                f"The run in {store.directories[0]} ended before its weights were written, so there is nothing to "
+                "verify: enter its command again, with --resume auto."
+            )
         content.pop(CLUSTER, None)  # each rank's records are verified alone
         state = TrainingState.from_dict(content)
         sealed = sealed_records(store, state)

@@ -14,10 +14,9 @@ from typing import Any
 from common.errors import FinetuneError, UserError
 from common.store import load_manifest
 from common.store.directories import Identity
-from common.store.folders import successor_folder
+from common.store.folders import rank_folder, run_places, successor_folder
 from common.units import counted
 from fuyou.checkpoint.commits import CLUSTER
-from fuyou.checkpoint.run_files import rank_folder, run_places
 from fuyou.layout.share import Share
 from fuyou.runtime.ranks import host, rank_name
 
@@ -252,8 +251,14 @@ def _read_shard(members: Mapping[Path, Identity], drives: Drives) -> LocalShard 
         return None
     cluster = content.get(CLUSTER)
     steps = [content.get("step", 0)]
-    if cluster is not None and cluster["previous"] is not None:
-        steps.append(cluster["previous"]["step"])
+    try:
+        if cluster is not None:
+            _ = str(cluster["run"]), [int(cluster[name]) for name in ("nodes", "ranks_per_node", "rank")]
+            steps += [] if cluster["previous"] is None else [int(cluster["previous"]["step"])]
+    except (TypeError, ValueError, KeyError) as error:
+        raise FinetuneError(
+            f"The manifest in {paths[0]} has no ranks that this program writes: it was edited."
+        ) from error
     is_complete = [members[path].index for path in paths] == list(range(identity.count))
     return LocalShard(
         identity.store,

@@ -6,18 +6,18 @@ moment), in pieces of :data:`PIECE_ELEMENTS` elements: each reader of a part of 
 All ranks make the same list of such transfers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from common.store import Extent, Layout, Store
-from common.store.checksums import ExtentChecksums
+from common.store.checksums import CheckedExtent, ChecksummedExtent, ExtentChecksums, PartSums
 from common.store.posix import aligned_bytes
-from common.store.store import ChecksummedExtent
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import PARTS, Part, Record, allocate_extents, sealed_name
+from fuyou.layout.record import Record, allocate_extents
 from fuyou.layout.record_parts import StateComponent
+from fuyou.layout.record_sums import PARTS, Part, part_ends, sealed_name
 from fuyou.layout.share import Share
 from fuyou.runtime.ranks import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
@@ -73,6 +73,18 @@ class ShardLayout:
         extents = getattr(self._extents[index], part)
         return extents[self.slot if self.records[index].trainable else 0]
 
+    def ends(self, index: int, part: Part) -> list[int]:
+        """Return the end of each part of an extent that has a checksum, in bytes."""
+        return part_ends(self.records[index], part, self._chunk_elements)
+
+    def ends_by_extent(self) -> dict[Extent, list[int]]:
+        """Return these for everything in the slot that counts, and in frozen records."""
+        return {
+            self.extent(record.index, part): self.ends(record.index, part)
+            for record in self.records
+            for part in (PARTS if record.trainable else PARTS[:1])
+        }
+
     def byte_runs(self, index: int, kind: ValueKind, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Return where elements ``[start, stop)``, all of them stored here, lie in the extent.
 
@@ -102,6 +114,7 @@ class RecordTransfer:
         sources: layouts of all old stores, in the order of their ranks.
         readers: for each of them, the rank of those running now that reads it.
         stores: those that this rank reads, open, by their number.
+        sums: for each of them, the checksums that its extents must have.
         targets: layouts of all new stores, in the order of ranks.
     """
 
@@ -109,11 +122,12 @@ class RecordTransfer:
         self,
         sources: Sequence[ShardLayout],
         readers: Sequence[int],
-        stores: dict[int, Store],
+        stores: Mapping[int, Store],
+        sums: Mapping[int, Mapping[Extent, PartSums]],
         targets: Sequence[ShardLayout],
         agreement: Agreement,
     ):
-        self._sources, self._readers, self._stores = sources, readers, stores
+        self._sources, self._readers, self._stores, self._sums = sources, readers, stores, sums
         self._targets, self._agreement, self._rank = targets, agreement, agreement.share.rank
 
     def fill(self, store: Store) -> list[ChecksummedExtent]:
@@ -139,10 +153,7 @@ class RecordTransfer:
                     ]
                     for future in writing:
                         future.result()
-            sealed += [
-                ChecksummedExtent(sealed_name(record, part), extent, sums[part].values)
-                for part, extent in extents.items()
-            ]
+            sealed += [each.checked().total() for each in sums.values()]
         return sealed
 
     def _gather(self, index: int, kind: ValueKind, start: int, stop: int) -> tuple[int, int, torch.Tensor]:
@@ -157,15 +168,26 @@ class RecordTransfer:
             received = mine[size(first - begin) : size(last - begin)] if target == self._rank else None
             if self._readers[source] == self._rank:
                 data = torch.empty(size(last - first), dtype=torch.uint8) if received is None else received
-                extent = self._sources[source].extent(index, kind.part)
-                for at, offset, nbytes in self._sources[source].byte_runs(index, kind, first, last):
-                    self._stores[source].read_now(extent, data[offset : offset + nbytes].numpy(), at, nbytes)
+                self._read(source, index, kind, first, last, data)
                 if received is None:
                     sends.append((target, data))
             elif received is not None:
                 receives.append((self._readers[source], received))
         self._agreement.exchange(sends, receives)
         return begin, end, mine
+
+    def _read(self, source: int, index: int, kind: ValueKind, first: int, last: int, data: torch.Tensor) -> None:
+        """Read elements ``[first, last)``, and check them together with the rest of the parts that they are in."""
+        layout, store = self._sources[source], self._stores[source]
+        extent, record = layout.extent(index, kind.part), layout.records[index]
+        what, ends = sealed_name(record, kind.part), layout.ends(index, kind.part)
+        checked = CheckedExtent(what, extent, ends, self._sums[source][extent])
+        for at, offset, nbytes in layout.byte_runs(index, kind, first, last):
+            start, end = checked.covering(at, nbytes)
+            whole = data[offset : offset + nbytes].numpy() if nbytes == end - start else aligned_bytes(end - start)
+            store.read(checked, whole, start, end - start).result()
+            if nbytes < end - start:
+                data[offset : offset + nbytes] = torch.from_numpy(whole[at - start : at - start + nbytes])
 
     def _plan(self, index: int, part: Part, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the source, the target, the first element, and the end of every transfer that a piece needs.

@@ -11,10 +11,10 @@ from common.activity import activity
 from common.errors import UserError
 from common.hardware.machine import memory_available_bytes
 from common.store import first_manifest
+from common.store.folders import run_places
 from common.store.kvikio_backend import BOUNCE_BYTES
 from common.store.store import IO_THREADS
 from common.units import format_bytes
-from fuyou.checkpoint.run_files import run_places
 from fuyou.config import AUTO, EngineConfig
 from fuyou.layout.record import DTYPES
 from fuyou.preflight.proof import prove, prove_divided

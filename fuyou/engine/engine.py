@@ -260,6 +260,11 @@ class Engine(EngineFigures):
         return self._run.commits.state.report
 
     @property
+    def base_identity(self) -> str:
+        """Hash of the weights that training began with, from the commit; empty if they were random."""
+        return self._run.commits.state.base
+
+    @property
     def user_state(self) -> dict[str, Any]:
         """What the caller wants to be committed with each step: strings, numbers, lists and dictionaries of them.
 

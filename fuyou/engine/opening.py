@@ -11,17 +11,12 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.memory.meter import PeakMeter
+from common.models.checkpoint.identity import weights_identity
 from common.models.presets import load_config
 from common.randomness import seed_run
 from common.store import Layout
 from common.store.directories import usable_directories
-from fuyou.checkpoint.commits import (
-    Commits,
-    TrainingState,
-    random_states,
-    restore_random_states,
-    sealed_records,
-)
+from fuyou.checkpoint.commits import Commits, TrainingState, random_states, restore_random_states
 from fuyou.checkpoint.export import StoreReader
 from fuyou.checkpoint.fill import fill_store
 from fuyou.checkpoint.resume import resume_run
@@ -40,7 +35,8 @@ from fuyou.engine.runtime import Room, Runtime
 from fuyou.engine.write_watch import WriteWatch
 from fuyou.layout.cutting import whole_elements
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import RecordSums, allocate_extents
+from fuyou.layout.record import allocate_extents
+from fuyou.layout.record_sums import RecordSums
 from fuyou.layout.share import Share
 from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.open_model import OpenModel, check_reference
@@ -113,7 +109,7 @@ class OpenRun:
         """Return what reads the newest committed state."""
         assert self.files is not None
         chunk_elements, slot = self.runtime.memory_plan.chunk_elements, self.commits.state.slot
-        return StoreReader(self.files.store, self.shape, self._extents, chunk_elements, slot, self.topology)
+        return StoreReader(self.files.store, self.shape, self.commits.sums, chunk_elements, slot, self.topology)
 
     def close(self) -> None:
         """Close everything that is open, the last one first; a failure of one does not keep the others."""
@@ -302,6 +298,7 @@ class OpenRun:
             optimizer_dtype=str(config.precision.moment_dtype),
             optimizer=config.precision.optimizer,
             piece_bytes=self.shape.piece_bytes,
+            base=weights_identity(self.checkpoint),
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
@@ -310,6 +307,8 @@ class OpenRun:
         else:
             self.files = create_run(drives.folders, layout, wanted, self.agreement, store.overwrite, **io)
         state = self.files.state
+        if self.model.adapters is not None:
+            self.model.adapters.base = state.base
         self.commits = self._make_commits(self.files)
         self.step_count = state.step
         self.user_state: dict[str, Any] = dict(state.user)
@@ -321,8 +320,8 @@ class OpenRun:
         self.agreement.all_gather_object(None)
 
     def _make_commits(self, files: RunFiles) -> Commits:
-        sealed = sealed_records(files.store, files.state) if self.config.store.resume else ()
-        sums = RecordSums(self.shape.records, self._extents, sealed)
+        chunk_elements = self.runtime.memory_plan.chunk_elements
+        sums = RecordSums(self.shape.records, self._extents, chunk_elements, files.sums)
         missed = MissedUpdates(self.shape.records, files.state.missed)
         return Commits(
             files.store,

@@ -81,7 +81,7 @@ class TokenRequest:
             check_reference(model)
         rows, positions = batch.size
         config = model.config.get_text_config()
-        classes = None if model.task_type.generates else config.num_labels
+        classes = None if model.task_type.generates else model.config.num_labels
         if model.task_type is TaskType.SEQUENCE_CLASSIFICATION:
             positions = 1
         for name, value in self.inputs.items():

@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.errors import UserError, did_you_mean
 from common.memory.buffers import PAGE, round_up
 from common.store import Extent, Layout
-from common.store.store import ChecksummedExtent
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record_parts import (
     ADAMW,
@@ -364,48 +363,3 @@ def allocate_extents(layout: Layout, records: Sequence[Record]) -> list[RecordEx
                 parameters.append(layout.allocate(weights_file(slot), record.parameter_nbytes))
                 states.append(layout.allocate(weights_file(slot), record.state_nbytes))
     return [RecordExtents(tuple(parameters), tuple(states)) for parameters, states in extents]
-
-
-Part = Literal["parameters", "states"]
-PARTS: tuple[Part, ...] = get_args(Part)
-
-CHECK_EVERY = 32  # Steps in which each record is checked once, at a 32nd of the cost of checking all
-
-
-def sealed_name(record: Record, part: Part) -> str:
-    """Return the name of a record's part for messages, such as ``block 7, optimizer states``."""
-    return f"{record.name}, {'optimizer states' if part == 'states' else part}"
-
-
-class RecordSums:
-    """The newest checksums of every record in every slot, starting with those of a manifest (``sealed``)."""
-
-    def __init__(
-        self, records: Sequence[Record], extents: Sequence[RecordExtents], sealed: Iterable[ChecksummedExtent] = ()
-    ):
-        self._records = records
-        self._extents: dict[tuple[int, Part], tuple[Extent, ...]] = {
-            (index, part): getattr(pairs, part) for index, pairs in enumerate(extents) for part in PARTS
-        }
-        self._sums: dict[Extent, tuple[int, ...]] = {entry.extent: entry.sums for entry in sealed}
-
-    def written(self, record: int, slot: int, parameters: tuple[int, ...], states: tuple[int, ...] = ()) -> None:
-        """Store the checksums of a part of a record that was written to ``slot`` (0 if frozen)."""
-        if parameters:
-            self._sums[self._extents[record, "parameters"][slot]] = parameters
-        if states:
-            self._sums[self._extents[record, "states"][slot]] = states
-
-    def expected(self, record: int, part: Part, slot: int, step: int) -> tuple[int, ...] | None:
-        """Return the checksums for reading a part in ``step``; None if it is not checked then."""
-        return self._sums.get(self._extents[record, part][slot]) if (step + record) % CHECK_EVERY == 0 else None
-
-    def sealed(self, slot: int) -> list[ChecksummedExtent]:
-        """Return all checksums of ``slot`` and of frozen records."""
-        entries = []
-        for record in self._records:
-            for part in PARTS:
-                for extent in self._extents[record.index, part][slot if record.trainable else 0 :][:1]:
-                    if extent in self._sums:
-                        entries.append(ChecksummedExtent(sealed_name(record, part), extent, self._sums[extent]))
-        return entries

@@ -56,6 +56,11 @@ class Family:
         if self._small_model is None:
             return True
         with own_random_numbers():
+            if getattr(self._config, "is_decoder", True) is False and sees_later_tokens(self._small_model):
+                raise UserError(
+                    f"{self._kind.__name__} sees whole texts, and with them each token that it would learn to predict: "
+                    'write "is_decoder": true in its config.json to train it on the next token.'
+                )
             return shifts_labels(self._small_model)
 
     @cached_property
@@ -94,6 +99,20 @@ def small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def sees_later_tokens(model: PreTrainedModel) -> bool:
+    """Return whether the logits of a token depend on the tokens after it."""
+    was_training = model.training
+    first = torch.arange(4, 12).remainder(model.config.get_text_config().vocab_size)[None]
+    second = first.clone()
+    second[:, -1] = 1
+    try:
+        with torch.no_grad():
+            one, other = (model.eval()(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (first, second))
+    finally:
+        model.train(was_training)
+    return not torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING)
 
 
 _ROUNDING = 1e-4  # Part of a loss up to which another counts as equal

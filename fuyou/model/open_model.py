@@ -86,11 +86,12 @@ class OpenModel:
         self.task_type = task_type_of(config)  # Task that the model's head is for
         self.source: CheckpointSource | None = None
         """Checkpoint that training begins with, once it is opened; None if weights are random."""
-        model = self.base = build_meta_model(config, dtype=precision.dtype)
+        model = self.base = build_meta_model(config, dtype=precision.dtype, checkpoint=checkpoint)
         self.adapters: Adapters | None = None
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
-            towers.without_adapters(adapters, model)
+            if saved is None:  # whose configuration says what it adapts
+                towers.apply(adapters, model)
             self.adapters = Adapters(model, adapters, seed, draw, saved)
         elif trainable is not None:
             self._freeze_all_but(trainable)

@@ -201,9 +201,8 @@ def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> t
     if labels.shape != ids.shape[: labels.dim()]:
         raise UserError(f"labels are {list(labels.shape)} and input_ids {list(ids.shape)}: each needs its own label.")
     targets = targets_of(labels, model.stack.family.shifts_labels)
-    config = model.config.get_text_config()
     generates = model.task_type.generates
-    outcomes = config.vocab_size if generates else config.num_labels
+    outcomes = model.config.get_text_config().vocab_size if generates else model.config.num_labels
     assert isinstance(outcomes, int)
     kind = "tokens" if generates else "classes"
     _check_range("labels hold", targets[targets != IGNORED], outcomes, f"this model's {kind}")

@@ -2,6 +2,9 @@
 
 They are compiled at first use, for this processor, by the installed C++ compiler (two seconds), and cached. Without a
 compiler, or if their bits differ from PyTorch's on this machine (checked on loading), PyTorch computes alone.
+
+A cached library is loaded only if this user or root wrote it, nobody else can, and its bytes have the SHA-256 in its
+name: it is rebuilt after a crash that cut it short, and no other user's code is run.
 """
 
 import contextlib
@@ -12,15 +15,18 @@ import math
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
-from common.files import cache_directory
+from common.files import cache_directory, check_regular
+from common.scratch import scratch_folder
 from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import AdamConfig
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates
@@ -30,28 +36,85 @@ _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-
 _COMPILE_SECONDS = 120.0
 
 
+COMPILERS = ("c++", "g++", "clang++")
+
+
 @functools.cache
-def compiled_library() -> ctypes.CDLL | None:
-    """Return the compiled ``kernels.cpp``; None without a compiler or on a compile error."""
+def compiled_library() -> ctypes.CDLL | str:
+    """Return the compiled ``kernels.cpp``, or why there is none. A failure is remembered for this process only."""
     source = Path(__file__).with_name("kernels.cpp")
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        return None
+        return "there is no C++ compiler"
     # The processor's features, too: machines that differ in them may share a cache.
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     key = "\n".join([source.read_text(), compiler, *_FLAGS, platform.machine(), features])
-    path = cache_directory() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                library = Path(folder) / path.name
-                command = [compiler, *_FLAGS, "-o", str(library), str(source)]
-                subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-                os.replace(library, path)  # atomic: another process may compile it too
-        return ctypes.CDLL(str(path))
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    folder = _private_folder(cache_directory() / "kernels")
+    try:
+        for path in [] if folder is None else folder.glob(f"{name}-*.so"):
+            library = _load(path, path.stem.removeprefix(f"{name}-"))
+            if library is not None:
+                return library
+            path.unlink(missing_ok=True)
+        with scratch_folder(folder or Path(tempfile.gettempdir())) as scratch:
+            unfinished = scratch / "kernels.so"
+            command = [compiler, *_FLAGS, "-o", str(unfinished), str(source)]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+            unfinished.chmod(0o755)
+            digest = hashlib.sha256(unfinished.read_bytes()).hexdigest()
+            library = _load(unfinished, digest)
+            if folder is not None:
+                with unfinished.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(unfinished, folder / f"{name}-{digest}.so")  # another process may compile it, too
+            return library or f"{unfinished} was changed"
+    except subprocess.SubprocessError as error:
+        return f"{compiler} fails ({_last_line(error)})"
+    except OSError as error:
+        return f"the compiled code cannot be stored or loaded ({error})"
+
+
+def _private_folder(folder: Path) -> Path | None:
+    """Make ``folder`` and return it if this user can write there and nobody else but root; else None."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.geteuid() and folder.stat().st_mode & _OTHERS_WRITE:
+            folder.chmod(0o755)  # made with a lax umask; files in it are checked one by one
+        if _is_private(folder.stat()) and os.access(folder, os.W_OK):
+            return folder
     return None
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _is_private(state: os.stat_result) -> bool:
+    return state.st_uid in (0, os.geteuid()) and not state.st_mode & _OTHERS_WRITE
+
+
+def _load(path: Path, digest: str) -> ctypes.CDLL | None:
+    """Return the library if it can be trusted and its bytes have this SHA-256."""
+    check_regular(path)
+    with contextlib.ExitStack() as if_not_loaded:
+        file = if_not_loaded.enter_context(path.open("rb"))
+        if not _is_private(os.fstat(file.fileno())) or hashlib.sha256(file.read()).hexdigest() != digest:
+            return None
+        # The file that was checked, not what may have its name by now.
+        library = ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
+        if_not_loaded.pop_all()
+        # It stays open: dlopen knows libraries by name, and the number of a closed file names another one later.
+        _loaded.append(file)
+        return library
+
+
+_loaded: list[BinaryIO] = []  # files of this process's libraries
+
+
+def _last_line(error: subprocess.SubprocessError) -> str:
+    output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+    return output[-1] if output else str(error)
 
 
 _SMALLEST_SHARE = 1 << 14  # Elements below which another thread costs more than it saves

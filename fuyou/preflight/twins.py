@@ -11,16 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig
 
 from common.models.adapters.options import ALL_LINEAR
+from common.models.adapters.targets import unmatched_entries
 from common.models.meta_model import build_meta_model
 from common.models.miniature import TOKENS, VOCABULARY
 from common.models.task_type import TaskType, task_type_of
@@ -195,7 +197,25 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConf
         fits = ALL_LINEAR in ends or not ends or any(f".{name}".endswith(f".{end}") for name in named for end in ends)
     if not fits and not getattr(adapters, "target_parameters", None):
         adapters.target_modules = ALL_LINEAR  # type: ignore[attr-defined]
+    if isinstance(adapters, LoraConfig) and (
+        adapters.rank_pattern or adapters.alpha_pattern or adapters.exclude_modules
+    ):
+        _drop_unmatched(adapters, plain)
     return adapters
+
+
+def _drop_unmatched(config: LoraConfig, plain: nn.Module) -> None:
+    """Leave out patterns and exclusions for what is not among the adapted modules of fewer layers."""
+    model: Any = copy.deepcopy(plain)
+    tuner: Any = get_peft_model(model, copy.deepcopy(config), low_cpu_mem_usage=True).base_model
+    names = [name for name, _ in chain(plain.named_modules(), plain.named_parameters())]
+    adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    for field, entry in [*unmatched_entries(names, adapted, config)]:
+        given = getattr(config, field)
+        if isinstance(given, dict):
+            del given[entry]
+        else:
+            setattr(config, field, None if given == entry else [each for each in given if each != entry])
 
 
 def _few_rows(tokens: Sequence[int]) -> list[int]:

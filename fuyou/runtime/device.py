@@ -67,6 +67,7 @@ class Device:
     name = "cpu"
     torch_device = torch.device("cpu")
     shares_host_memory = True  # Whether its memory is a part of the host's
+    is_integrated = False  # Whether it allocates from the host's memory, next to the host (GB10, Jetson)
     page_locks = False  # Whether host buffers must be page-locked
     throttle: Throttle | None = None  # What slows the drives down, in benchmarks
     # Tasks that all ranks must launch in one order, whichever can begin first
@@ -148,6 +149,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
+        self.is_integrated = bool(getattr(torch.cuda.get_device_properties(index), "is_integrated", False))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._computing = torch.cuda.Stream(self.torch_device)
         self._enter()
@@ -269,10 +271,11 @@ def memory_limits(
 
     On the host that is four fifths of it, and less where the processes themselves need more than the rest. The host's
     is shared by ``ranks_per_node`` ranks. A device's is never more than it has free: a card with 24 GiB on its box has
-    half a GiB less, and screens and other programs take some of it.
+    half a GiB less, and screens and other programs take some of it. Where host and device allocate from one memory,
+    both share the host's budget.
 
     Raises:
-        UserError: more host memory than the machine has.
+        UserError: more host memory than the machine has, or nothing left of one memory for the host.
     """
     wanted, there = None if host is None else parse_bytes(host), memory_limit_bytes()
     if wanted is not None and wanted > there:
@@ -288,8 +291,24 @@ def memory_limits(
     device_limit = free if device_memory is None else parse_bytes(device_memory)
     if device_limit is not None and free is not None:
         device_limit = min(device_limit, free)
+    if device.is_integrated and device_limit is not None:
+        return budgets_of_one_memory(host_limit, device_limit, device_memory is not None)
     # What shares the host's memory is a part of its budget: the planner counts it there as well.
     return host_limit, host_limit if device_limit is None else device_limit
+
+
+def budgets_of_one_memory(total: int, device_limit: int, is_requested: bool) -> tuple[int, int]:
+    """Return the budgets of host and device that allocate from ``total`` bytes of one memory.
+
+    The device gets its limit if the user has requested that, and else at most half.
+    """
+    device_bytes = device_limit if is_requested else min(device_limit, total // 2)
+    if device_bytes >= total:
+        raise UserError(
+            f"--device-memory {format_bytes(device_bytes)} leaves nothing for the host of {format_bytes(total)}, "
+            "--host-memory, which this GPU shares: give less."
+        )
+    return total - device_bytes, device_bytes
 
 
 def open_device(name: str | torch.device) -> Device:

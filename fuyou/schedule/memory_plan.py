@@ -223,7 +223,11 @@ class MemoryCounter:
         if not self._shape.orders:
             return encoding
         idle = ADAM_SCRATCH_BYTES + (plan.workspace_bytes if self._cpu else 0)
-        return max(0, encoding + filling_bytes(self._shape.records) + 4 * self._shape.read_whole - idle)
+        return max(0, encoding + self._source_bytes - idle)
+
+    @cached_property
+    def _source_bytes(self) -> int:
+        return filling_bytes(self._shape.records) + 4 * self._shape.read_whole
 
     @cached_property
     def _encoding_bytes(self) -> int:

@@ -70,13 +70,17 @@ class MemoryPlanner:
                 return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
             except UserError:
                 sizes = [size for power in range(10, 40) if (size := 1 << power) < seq_len]
-                if chunk is not None or not sizes or self._chunk_obstacle() is not None:
+                if chunk is not None or not sizes or self._block_is_too_large() or self._chunk_obstacle() is not None:
                     raise
         else:
             sizes = [chunk]
             if obstacle := self._chunk_obstacle(chunk):
                 raise UserError(f"Rows cannot pass in chunks {obstacle}. Leave --chunk out.")
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
+
+    def _block_is_too_large(self) -> bool:
+        """Return whether a block's parameters alone exceed the device's memory, so that shorter rows do not help."""
+        return self.shape.sizes[Kind.BLOCK].device_nbytes > self.device_limit
 
     def _chunk_obstacle(self, chunk: int | None = None) -> str | None:
         """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""

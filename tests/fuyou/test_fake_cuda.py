@@ -45,6 +45,8 @@ def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pyt
         return None if positions is None else documents
 
     monkeypatch.setattr(Documents, "of", of)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())  # on the CPU, too
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     with fake_cuda():
         for module in stack.model.modules():
             for name, buffer in list(module._buffers.items()):

@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from common.data.documents import Documents
 from common.errors import UserError
+from common.randomness import random_states, set_random_states
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import BlockLinks, HiddenEditRecorder
 from fuyou.model.blocks.probe import TENSOR, BlockProbe
@@ -49,6 +50,7 @@ class BlockStandIns:
         self._recorder = HiddenEditRecorder(name)
         self._recording = ExitStack()
         self._output: torch.Tensor | None = None
+        self._random: tuple[torch.Tensor, ...] = ()
         self._probe: BlockProbe | None = None
         self._returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]] = {}
 
@@ -74,8 +76,12 @@ class BlockStandIns:
 
     @contextmanager
     def handing_out(self, output: torch.Tensor) -> Iterator[None]:
-        """Let the last block return ``output`` while the context is open, and others their input."""
-        self._output = output
+        """Let the last block return ``output`` while the context is open, and others their input.
+
+        What the model draws before its blocks, as for dropout of embeddings, was drawn before them in the step: what
+        comes after them draws the numbers that are next.
+        """
+        self._output, self._random = output, random_states(output.device)
         try:
             with self._in_place():
                 yield
@@ -105,7 +111,11 @@ class BlockStandIns:
         last = index == len(self.blocks) - 1
         calls, recorder = self._calls, self._recorder
         if calls is None:
-            return self._result(index, self._output if last else hidden)
+            if not last:
+                return self._result(index, hidden)
+            assert self._output is not None
+            set_random_states(self._random, self._output.device)
+            return self._result(index, self._output)
         if index != len(calls.arguments):
             raise UserError(
                 f"{self._name} calls block {index} where block {len(calls.arguments)} is next; it cannot be streamed."

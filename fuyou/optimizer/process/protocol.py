@@ -13,7 +13,9 @@ from typing import Any
 
 from common.errors import FinetuneError
 from common.store import Throttle
+from common.store.checksums import PartSums
 from fuyou.layout.record import Kind, Record
+from fuyou.layout.record_sums import Part
 from fuyou.optimizer.adam import Update
 
 BEAT_SECONDS = 2.0  # Seconds between two signs of life of the optimizer process
@@ -78,8 +80,7 @@ class ReadStates:
 
     record: int
     source: int
-    expected: tuple[int, ...] | None = None  # Checksums that they must have; None: they are not checked
-    in_memory: bool = False  # Whether they are in memory already (resident records only): then nothing is read
+    sums: PartSums | None  # Checksums that they must have; None: they are in memory already (resident records only)
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ class Written:
 
     record: int
     slot: int
-    parameters: tuple[int, ...]  # Checksums of the parameters that were written, one for each SSD
-    states: tuple[int, ...]  # The same for the states
+    sums: dict[Part, PartSums]  # Checksums of what was written
     read_bytes: int  # Bytes read from the SSDs since the process started
     written_bytes: int
     ssd_intervals: list[tuple[float, float]]  # Times of reads and writes, on :func:`time.monotonic`'s clock

@@ -13,9 +13,9 @@ import torch
 
 from common.memory.buffers import HostBuffer
 from common.store import Layout, Store
-from common.store.checksums import ExtentChecksums
-from fuyou.layout.record import Record, RecordExtents, allocate_extents, sealed_name
+from fuyou.layout.record import Record, allocate_extents
 from fuyou.layout.record_parts import LOW, MOMENTS, Chunk, scale_of
+from fuyou.layout.record_sums import RecordSums
 from fuyou.optimizer.absent_gradients import OwnedParameters
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.moments import OptimizerStates
@@ -61,14 +61,15 @@ class RecordUpdater:
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, throttle=setup.throttle)
         # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
-        self._extents: list[RecordExtents] = allocate_extents(Layout(len(setup.directories)), self._records)
+        extents = allocate_extents(Layout(len(setup.directories)), self._records)
+        self._sums = RecordSums(self._records, extents, setup.chunk_elements, {})
         precisions = [record.precision for record in self._records if record.trainable]
         self._free: queue.Queue[HostBuffer] = queue.Queue()  # The ring's buffers that hold nothing
         for _ in range(setup.ring_chunks):
             nbytes = max(precision.state_nbytes(setup.chunk_elements) for precision in precisions)
             self._free.put(HostBuffer(nbytes).touch())
         self._resident = {index: _ResidentStates(self._records[index]) for index in setup.resident}
-        self._writer = RecordWriter(self._store, self._records, self._extents, self._free, pipe)
+        self._writer = RecordWriter(self._store, self._records, extents, self._sums, self._free, pipe)
         self._announced: queue.Queue[ReadStates] = queue.Queue()
         self._read: queue.Queue[ChunkMemory] = queue.Queue()
         self._updates: queue.Queue[UpdateRecord | CreateRecord | WriteRecord] = queue.Queue()
@@ -110,19 +111,18 @@ class RecordUpdater:
             self._pipe.fail(error)
 
     def _read_states(self, message: ReadStates) -> None:
-        extent = self._extents[message.record].states[message.source]
         resident, precision = message.record in self._resident, self._records[message.record].precision
-        sums = None
-        if message.expected is not None:
-            what = sealed_name(self._records[message.record], "states")
-            sums = ExtentChecksums(extent, self._store.directories, what, message.expected)
+        checked = None
+        if message.sums is not None:
+            self._sums.written(message.record, "states", message.source, message.sums)
+            checked = self._sums.checked(message.record, "states", message.source)
         for chunk in self._chunks(message.record):
             memory = self._resident_memory(message.record, chunk) if resident else self._ring_memory(chunk)
-            if not message.in_memory:
+            if checked is not None:
                 first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
                 memory.read_times.append(time.monotonic())
                 states = memory.buffer.bytes(memory.offset, nbytes)
-                memory.reading = self._store.read(extent, states, first, nbytes, sums)
+                memory.reading = self._store.read(checked, states, first, nbytes)
                 memory.reading.add_done_callback(functools.partial(_note_time, memory.read_times))
             self._read.put(memory)
 

@@ -14,8 +14,9 @@ from common.memory.buffers import HostBuffer
 from common.store import Store
 from common.store.checksums import ExtentChecksums
 from common.units import merge
-from fuyou.layout.record import Precision, Record, RecordExtents, sealed_name
+from fuyou.layout.record import Precision, Record, RecordExtents
 from fuyou.layout.record_parts import Chunk
+from fuyou.layout.record_sums import PARTS, Part, RecordSums
 from fuyou.optimizer.process.protocol import EnginePipe, Written
 
 
@@ -49,8 +50,7 @@ class WriteBack:
     record: int
     slot: int
     pending: int  # Chunks that are not written yet
-    parameters: ExtentChecksums
-    states: ExtentChecksums
+    sums: dict[Part, ExtentChecksums]  # Of what is written
     intervals: list[tuple[float, float]] = field(default_factory=list)  # Times of the record's I/O
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -68,24 +68,21 @@ class RecordWriter:
         self,
         store: Store,
         records: Sequence[Record],
-        extents: list[RecordExtents],
+        extents: Sequence[RecordExtents],
+        sums: RecordSums,
         free: "queue.Queue[HostBuffer]",
         pipe: EnginePipe,
     ):
-        self._store, self._records, self._extents = store, records, extents
+        self._store, self._records, self._extents, self._sums = store, records, extents, sums
         self._free, self._pipe = free, pipe
-        self._writes_parameters = records[0].share.nodes == 1  # of several nodes, the engine does once they are spread
+        # Of several nodes, the engine writes the parameters once they are spread.
+        self._parts = PARTS if records[0].share.nodes == 1 else PARTS[1:]
 
     def begin(self, index: int, slot: int, chunks: int) -> WriteBack:
         """Return a write-back of record ``index`` in ``chunks`` chunks to ``slot``."""
-        record, extents, directories = self._records[index], self._extents[index], self._store.directories
-        return WriteBack(
-            index,
-            slot,
-            chunks,
-            ExtentChecksums(extents.parameters[slot], directories, sealed_name(record, "parameters")),
-            ExtentChecksums(extents.states[slot], directories, sealed_name(record, "states")),
-        )
+        directories = self._store.directories
+        sums = {part: self._sums.of_write(index, part, slot, directories) for part in self._parts}
+        return WriteBack(index, slot, chunks, sums)
 
     def write(self, write: WriteBack, memory: ChunkMemory, parameters: np.ndarray) -> None:
         """Start writing one chunk; ``parameters`` are those of the whole record that this rank owns, ``uint8``."""
@@ -95,10 +92,11 @@ class RecordWriter:
         at = precision.state_nbytes(chunk.start)
         start_time = time.monotonic()
         states = memory.buffer.bytes(memory.offset, nbytes)
-        futures = [self._store.write(extents.states[write.slot], states, at, nbytes, write.states)]
-        if self._writes_parameters:
+        futures = [self._store.write(extents.states[write.slot], states, at, nbytes, write.sums["states"])]
+        if "parameters" in write.sums:
             extent, first, stop = extents.parameters[write.slot], chunk.start * width, chunk.stop * width
-            futures.append(self._store.write(extent, parameters[first:stop], first, stop - first, write.parameters))
+            values, of_parameters = parameters[first:stop], write.sums["parameters"]
+            futures.append(self._store.write(extent, values, first, stop - first, of_parameters))
         waiting = [len(futures)]
 
         def finished(future: Future) -> None:
@@ -126,8 +124,7 @@ class RecordWriter:
             Written(
                 write.record,
                 write.slot,
-                write.parameters.values if self._writes_parameters else (),
-                write.states.values,
+                {part: sums.parts() for part, sums in write.sums.items()},
                 self._store.bytes_read,
                 self._store.bytes_written,
                 merge(write.intervals),

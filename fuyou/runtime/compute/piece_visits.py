@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from common.data.documents import Documents
+from common.randomness import random_states, set_random_states
 from fuyou.layout.model_layout import ModelLayout, Phase
 from fuyou.layout.record_parts import PiecePart
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.handles import PieceHandles
-from fuyou.pieces.run import PieceRun, random_states, set_random_states
+from fuyou.pieces.run import PieceRun
 from fuyou.schedule.tasks import ComputeTask, known
 
 

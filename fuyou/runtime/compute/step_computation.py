@@ -9,6 +9,7 @@ import torch
 from common.data.rows import PADDING
 from common.errors import FinetuneError
 from common.models.task_type import TaskType
+from common.randomness import fresh_random_states, random_states, set_random_states
 from fuyou.layout.model_layout import BEFORE_HEAD_PHASES, Phase
 from fuyou.layout.record import Kind
 from fuyou.model.blocks.calls import BlockCalls
@@ -17,7 +18,6 @@ from fuyou.model.loss.cross_entropy import cross_entropy
 from fuyou.model.loss.router_loss import RouterPass, router_logits
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay, SavedForward
-from fuyou.pieces.run import fresh_random_states, random_states, set_random_states
 from fuyou.runtime.compute.piece_visits import PieceVisits, replayed
 from fuyou.runtime.compute.task_parameters import TaskParameters, apart
 from fuyou.runtime.data_plane.data_plane import DataPlane

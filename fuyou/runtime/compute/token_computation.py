@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from common.randomness import random_states
 from fuyou.layout.model_layout import Phase
 from fuyou.model.loss.token_head import TokenHead
 from fuyou.model.open_model import adapters_off, evaluating
 from fuyou.model.streamed_model import CHUNK_PLACE
-from fuyou.pieces.run import random_states
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.schedule.batch import LossInputs
 from fuyou.schedule.tasks import ComputeTask, known

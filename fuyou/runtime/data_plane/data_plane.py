@@ -85,11 +85,11 @@ class DataPlane:
     def _parameter_read(self, task: Task) -> Future:
         record = self._record(task)
         buffer = self.buffers.host_parameters(record.kind, known(task.target), task.nbytes)
-        return self.stored.read_parameters(record, known(task.source), task.step, buffer)
+        return self.stored.read_parameters(record, known(task.source), buffer)
 
     def _parameter_read_device(self, task: Task) -> Future:
         buffer = self.buffers.device.read_buffer(task, self._device_parameters(task))
-        return self.stored.read_parameters(self._record(task), known(task.source), task.step, buffer)
+        return self.stored.read_parameters(self._record(task), known(task.source), buffer)
 
     def _parameter_upload(self, task: Task) -> None:
         record = self._record(task)

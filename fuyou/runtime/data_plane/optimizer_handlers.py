@@ -98,8 +98,9 @@ class OptimizerHandlers:
 
     def _state_read(self, task: Task) -> None:
         record, slot = known(task.record), known(task.source)
-        expected = self._stored.sums.expected(record, "states", slot, task.step)
-        self._link.send(ReadStates(record, slot, expected, in_memory=not task.nbytes))
+        # What is in memory was compared when it was read, and may be in no slot at all by now.
+        sums = self._stored.sums.checked(record, "states", slot).sums if task.nbytes else None
+        self._link.send(ReadStates(record, slot, sums))
 
     def _update(self, task: Task) -> object:
         record = known(task.record)
@@ -133,7 +134,8 @@ class OptimizerHandlers:
                 self._adam_intervals += message.adam_intervals
             self._executor.finish(task, message.start_time)
         elif isinstance(message, Written):
-            self._stored.sums.written(message.record, message.slot, message.parameters, message.states)
+            for part, sums in message.sums.items():
+                self._stored.sums.written(message.record, part, message.slot, sums)
             # Threads send these, and the one that has counted first may come last.
             self.read_bytes = max(self.read_bytes, message.read_bytes)
             self.written_bytes = max(self.written_bytes, message.written_bytes)

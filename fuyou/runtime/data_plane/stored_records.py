@@ -1,16 +1,17 @@
 """Records in the training store, read and written with checksums, and scratch files for gradients and activations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.store import Layout, Store, remove
-from common.store.checksums import ExtentChecksums
-from fuyou.layout.record import Record, RecordExtents, RecordSums, sealed_name
+from common.store import Extent, Layout, Store, remove
+from common.store.checksums import CheckedExtent, ExtentChecksums
+from fuyou.layout.record import Record, RecordExtents
+from fuyou.layout.record_sums import RecordSums
 from fuyou.optimizer.absent_gradients import MissedUpdates
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.runtime.executor import Handler
@@ -26,35 +27,40 @@ class StoredRecords:
     sums: RecordSums  # Checksums of everything written
     missed: MissedUpdates  # Counts updates of parameters without a gradient
 
-    def read_parameters(self, record: Record, slot: int, step: int, buffer: np.ndarray | torch.Tensor) -> Future:
-        """Read a record's parameters, and compare them with their checksum where ``step`` is one to do so.
+    def read_parameters(self, record: Record, slot: int, buffer: np.ndarray | torch.Tensor) -> Future:
+        """Read a record's parameters, and compare them with their checksums.
 
         Args:
             buffer: where to, of at least the record's bytes: in host memory, or on the device if the store reads there.
         """
-        extent, sums = self.extents[record.index].parameters[slot], None
-        expected = self.sums.expected(record.index, "parameters", slot, step)
-        if expected is not None:
-            sums = ExtentChecksums(extent, self.store.directories, sealed_name(record, "parameters"), expected)
-        return self.store.read(extent, buffer, sums=sums)
+        return self.store.read(self.sums.checked(record.index, "parameters", slot), buffer)
 
     def write_parameters(self, record: Record, slot: int, values: np.ndarray) -> Future:
         """Write what the optimizer process does not: all of a record's parameters, or all that this rank stores."""
         extent = self.extents[record.index].parameters[slot]
-        sums = ExtentChecksums(extent, self.store.directories, sealed_name(record, "parameters"))
-        noted: Future[None] = Future()
+        sums = self.sums.of_write(record.index, "parameters", slot, self.store.directories)
 
-        def note(done: Future) -> None:
-            try:
-                done.result()
-                self.sums.written(record.index, slot, sums.values)
-            except BaseException as error:
-                noted.set_exception(error)
-            else:
-                noted.set_result(None)
+        def note() -> None:
+            self.sums.written(record.index, "parameters", slot, sums.parts())
 
-        self.store.write(extent, values, sums=sums).add_done_callback(note)
-        return noted  # and not the write's own, which is done before the checksum is known to a commit
+        return _and_then(self.store.write(extent, values, sums=sums), note)
+
+
+def _and_then(first: Future, work: Callable[[], None]) -> Future:
+    """Return a future that is done when ``first`` is and ``work`` was called; if ``first`` fails, it fails alike."""
+    both: Future[None] = Future()
+
+    def call(done: Future) -> None:
+        try:
+            done.result()
+            work()
+        except BaseException as error:
+            both.set_exception(error)
+        else:
+            both.set_result(None)
+
+    first.add_done_callback(call)
+    return both
 
 
 class Scratch:
@@ -76,6 +82,7 @@ class Scratch:
         self._gradients = {
             index: layout.allocate("gradients", shape.records[index].gradient_nbytes) for index in waiting
         }
+        self._written: dict[Extent, CheckedExtent] = {}
         self._is_needed = any(self._activations.values()) or bool(self._gradients)
         if self._is_needed:
             for path in self._directories:
@@ -105,17 +112,25 @@ class Scratch:
     def _gradient_write(self, task: Task) -> Future:
         record = self._buffers.shape.records[known(task.record)]
         buffer = self._buffers.host_gradients(record.kind, known(task.source), task.nbytes)
-        return self._store.write(self._gradients[record.index], buffer)
+        return self._write(self._gradients[record.index], f"{record.name}, gradient", buffer)
 
     def _gradient_read(self, task: Task) -> Future:
         record = self._buffers.shape.records[known(task.record)]
         buffer = self._buffers.host_gradients(record.kind, known(task.target), task.nbytes)
-        return self._store.read(self._gradients[record.index], buffer)
+        return self._store.read(self._written[self._gradients[record.index]], buffer)
 
     def _activation_write(self, task: Task) -> Future:
-        extent = self._activations[task.activation][known(task.target)]
-        return self._store.write(extent, self._buffers.host_activation(task, known(task.source)), 0, task.nbytes)
+        extent = replace(self._activations[task.activation][known(task.target)], nbytes=task.nbytes)
+        return self._write(extent, "overflow of activations", self._buffers.host_activation(task, known(task.source)))
 
     def _activation_read(self, task: Task) -> Future:
-        extent = self._activations[task.activation][known(task.source)]
-        return self._store.read(extent, self._buffers.host_activation(task, known(task.target)), 0, task.nbytes)
+        extent = replace(self._activations[task.activation][known(task.source)], nbytes=task.nbytes)
+        return self._store.read(self._written[extent], self._buffers.host_activation(task, known(task.target)))
+
+    def _write(self, extent: Extent, what: str, buffer: np.ndarray) -> Future:
+        sums = ExtentChecksums(extent, self._directories, what)
+
+        def note() -> None:
+            self._written[extent] = sums.checked()
+
+        return _and_then(self._store.write(extent, buffer, sums=sums), note)

@@ -3,12 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.store import ALIGNMENT, Layout, Store, StoreError
-from common.store.checksums import ExtentChecksums, checksum
-from common.store.store import ChecksummedExtent, verify
+from common.store.checksums import ChecksummedExtent, ExtentChecksums, checksum
+from common.store.store import part_sums, verify
 from tests.common.store.conftest import noise
 
 MASK = (1 << 64) - 1
@@ -37,6 +38,12 @@ def test_is_what_the_definition_says(nbytes: int) -> None:
     data = noise(nbytes, seed=nbytes)
     padded = data.tobytes().ljust(-(-nbytes // ALIGNMENT) * ALIGNMENT, b"\0")
     assert checksum(data, 7) == plain_checksum(padded, 7)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 300 * 4096 + 8])
+def test_a_device_computes_the_same(nbytes: int) -> None:
+    data = noise(nbytes, seed=nbytes)
+    assert checksum(torch.from_numpy(data), 7) == checksum(data, 7)
 
 
 @settings(deadline=None)
@@ -78,13 +85,16 @@ def test_any_pieces_give_the_checksums_of_the_whole(
     cuts = data.draw(st.sets(st.integers(1, max(1, nbytes // ALIGNMENT))))
     edges = [0, *sorted(cut * ALIGNMENT for cut in cuts if cut * ALIGNMENT < nbytes), nbytes]
     with Store.create(paths, layout, io="posix") as store:
-        written = ExtentChecksums(extent, store.directories, "it")
+        ends = [edge for edge in edges[1:-1] if data.draw(st.booleans())] + [nbytes]
+        written = ExtentChecksums(extent, store.directories, "it", ends)
         parts = data.draw(st.permutations(list(itertools.pairwise(edges))))
         for future in [store.write(extent, content[a:b], a, b - a, written) for a, b in parts]:
             future.result()
-        sealed = ChecksummedExtent("it", extent, written.values)
+        checked = written.checked()
+        sealed = checked.total()
         assert ChecksummedExtent.from_dict(sealed.to_dict()) == sealed
         assert verify(store, [sealed]) == (nbytes, [])
+        np.testing.assert_array_equal(part_sums(store, sealed, ends), checked.sums)
         at = data.draw(st.integers(0, nbytes - 1))
         stripe, skip = divmod(at, extent.unit)
         row, directory = divmod(stripe, directories)
@@ -97,14 +107,25 @@ def test_any_pieces_give_the_checksums_of_the_whole(
         assert str(paths[directory] / "weights.0") in damage
         assert not any(str(path) in damage for path in paths if path != paths[directory])
         buffer = np.empty(nbytes, np.uint8)
-        future = store.read(extent, buffer, sums=ExtentChecksums(extent, store.directories, "it", sealed.sums))
-        with pytest.raises(StoreError, match="it is damaged"):
-            future.result()
+        with pytest.raises(StoreError, match=r"it is damaged.*resume"):
+            store.read(checked, buffer).result()
+        for start, end in itertools.pairwise([0, *ends]):  # each part alone: the others are whole
+            assert checked.covering(start, 1) == checked.covering(start, end - start) == (start, end)
+            part = buffer[: end - start]
+            if start <= at < end:
+                with pytest.raises(StoreError, match="it is damaged"):
+                    store.read(checked, part, start, end - start).result()
+                continue
+            store.read(checked, part, start, end - start).result()
+            np.testing.assert_array_equal(part, content[start:end])
+        if nbytes > 1:
+            with pytest.raises(ValueError, match="not whole parts"):
+                store.read(checked, buffer, 0, nbytes - 1)
 
 
 def test_an_unreadable_drive_is_damage_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(1)
     extent = layout.allocate("weights.0", 5000)
     with Store.create([tmp_path], layout, io="posix") as store:
-        monkeypatch.setattr(store, "read", lambda *_: (_ for _ in ()).throw(StoreError("the drive is gone")))
+        monkeypatch.setattr(store, "read_unchecked", lambda *_: (_ for _ in ()).throw(StoreError("the drive is gone")))
         assert verify(store, [ChecksummedExtent("it", extent, (0,))]) == (5000, ["the drive is gone"])

@@ -39,11 +39,11 @@ def test_device_tensors_get_what_host_memory_wrote(stand_in, make_directories, d
             data = noise(extent.nbytes, extent.nbytes)
             store.write(extent, data).result()
             back = torch.zeros(extent.nbytes, dtype=torch.uint8)
-            store.read_now(extent, on_device(back))
+            store.read_unchecked(extent, on_device(back)).result()
             np.testing.assert_array_equal(back.numpy(), data)
         large = extents[-1]
         part = torch.zeros(5000, dtype=torch.int16)  # any dtype; a range of the extent
-        store.read_now(large, on_device(part), offset=MIB, nbytes=10_000)
+        store.read_unchecked(large, on_device(part), offset=MIB, nbytes=10_000).result()
         np.testing.assert_array_equal(part.view(torch.uint8).numpy(), data[MIB : MIB + 10_000])
 
 
@@ -51,17 +51,17 @@ def test_device_tensors_that_cannot_be_right_are_rejected(stand_in, make_directo
     store, extents = make(make_directories(1), "kvikio")
     with store:
         with pytest.raises(ValueError, match="whole pages"):
-            store.read(extents[-1], on_device(torch.zeros(100, dtype=torch.uint8)), offset=1, nbytes=100)
+            store.read_unchecked(extents[-1], on_device(torch.zeros(100, dtype=torch.uint8)), offset=1, nbytes=100)
         with pytest.raises(ValueError, match="contiguous"):
-            store.read(extents[1], on_device(torch.zeros(300, 2)[:, 0]))
+            store.read_unchecked(extents[1], on_device(torch.zeros(300, 2)[:, 0]))
         with pytest.raises(ValueError, match="needs a buffer"):
-            store.read(extents[1], on_device(torch.zeros(198, dtype=torch.uint8)))
+            store.read_unchecked(extents[1], on_device(torch.zeros(198, dtype=torch.uint8)))
 
 
 def test_the_posix_backend_rejects_device_tensors(make_directories):
     store, extents = make(make_directories(1), "posix")
     with store, pytest.raises(TypeError, match="cannot read device memory"):
-        store.read(extents[0], on_device(torch.zeros(1)))
+        store.read_unchecked(extents[0], on_device(torch.zeros(1)))
 
 
 def test_nothing_is_written_from_device_tensors(stand_in, make_directories):
@@ -127,5 +127,5 @@ def test_on_a_real_device(make_directories):
             store.write(extent, data.numpy()).result()
             back = torch.zeros(extent.nbytes, dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
-            store.read_now(extent, back)
+            store.read_unchecked(extent, back).result()
             assert torch.equal(back.cpu(), data)

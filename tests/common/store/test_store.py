@@ -35,7 +35,7 @@ class Twin:
     def check_all(self, store=None):
         for extent, expected in self.bytes.items():
             got = memory(extent.nbytes)
-            (store or self.store).read_now(extent, got)
+            (store or self.store).read_unchecked(extent, got).result()
             np.testing.assert_array_equal(got, expected)
 
 
@@ -86,7 +86,7 @@ def test_random_interleavings_equal_plain_byte_arrays(twin, operations):
             writes.append((twin.store.write(extent, buffer, offset, nbytes),))
         else:
             expected = twin.bytes[extent][offset : offset + nbytes].copy()
-            reads.append((twin.store.read(extent, buffer, offset, nbytes), buffer, expected))
+            reads.append((twin.store.read_unchecked(extent, buffer, offset, nbytes), buffer, expected))
     for (future,) in writes:
         future.result()
     for future, buffer, expected in reads:
@@ -140,7 +140,7 @@ def test_requests_that_cannot_be_right_are_rejected_at_once(make_directories):
             (object(), "bytes-like object is required"),
         ]:
             with pytest.raises(TypeError, match=words):
-                store.read(extent, buffer)
+                store.read_unchecked(extent, buffer)
         with pytest.raises(KeyError, match=r"weights\.7"):
             store.sync(["weights.7"])
         assert (store.bytes_read, store.bytes_written) == (0, 0)
@@ -181,7 +181,7 @@ def test_a_failed_read_lets_go_of_its_buffer(make_directories, monkeypatch):
 
     with store:
         monkeypatch.setattr(os, "preadv", refuse)
-        future = store.read(extent, mapping)
+        future = store.read_unchecked(extent, mapping)
         assert isinstance(future.exception(), StoreError)
         assert "failing" in str(future.exception())
         mapping.close()  # BufferError if anything still held it
@@ -223,9 +223,30 @@ def test_close_waits_for_what_is_running_and_may_be_repeated(make_directories):
     store.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
     for call in (
-        lambda: store.read(extent, data),
+        lambda: store.read_unchecked(extent, data),
         lambda: store.write(extent, data),
         lambda: store.sync(["weights.0"]),
     ):
         with pytest.raises(StoreError, match="closed"):
             call()
+
+
+@pytest.mark.parametrize("what", ["deleted or moved", "replaced by another file"])
+def test_a_file_that_is_gone_is_noticed_before_a_commit(tmp_path, what):
+    """Writes to it succeed, and are lost when it is closed."""
+    store, _ = make_store([tmp_path], [4096], ["weights.0"])
+    with store:
+        store.sync(["weights.0"])
+        (tmp_path / "weights.0").rename(tmp_path / "elsewhere")
+        if what.startswith("replaced"):
+            (tmp_path / "weights.0").write_bytes(bytes(4096))
+        with pytest.raises(StoreError, match=f"weights.0 was {what} while the run was writing to it"):
+            store.sync(["weights.0"])
+
+
+def test_a_store_without_its_identity_is_not_committed(tmp_path):
+    store, _ = make_store([tmp_path], [4096], ["weights.0"])
+    with store:
+        (tmp_path / "store.json").unlink()
+        with pytest.raises(StoreError, match=r"store.json was deleted while the run was at work"):
+            store.sync(["weights.0"])

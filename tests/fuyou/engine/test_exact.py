@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, RoFormerConfig
 
 from common.errors import UserError
+from tests.helpers import bits
 from tests.helpers.engines import (
     ONE_OF_EACH,
     OPTIONS,
@@ -105,7 +106,7 @@ def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
     try:
         check(checkpoints / "gpt2", directories(tmp_path, 1), dtype="bf16", micro_batch=3, clip=0.5)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(bits.threads())
 
 
 @pytest.mark.parametrize(("fraction", "commit_every"), [pytest.param(0.67, 1, marks=pytest.mark.slow), (1.0, 2)])

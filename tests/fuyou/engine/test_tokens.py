@@ -278,11 +278,11 @@ def train_with_a_large_vocabulary(folder: str) -> None:
 
     fuyou.engine.opening.PeakMeter = PeakMeter  # type: ignore[misc]  # which misses hardly anything
     config = LlamaConfig(
-        vocab_size=150_000, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4
+        vocab_size=150_000, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4
     )
     budget, rows, length = "560MiB", 8, 128
     with fuyou.Engine(
-        config, ssd=[folder], host_memory=budget, host_cache=0, batch_shape=(rows, length), micro_batch=4, dtype="bf16",
+        config, ssd=[folder], host_memory=budget, host_cache=0, batch_shape=(rows, length), micro_batch=4, dtype="fp32",
         adapters=AdapterOptions(rank=4, alpha=8), token_outputs=2, reference=True,
     ) as trained:  # fmt: skip
         for _ in range(2):

@@ -24,7 +24,7 @@ from transformers import (
 import fuyou
 from fuyou.integrations import EngineOptimizer, as_model, as_reference
 from tests.helpers.models.small_checkpoints import SIZES, TOKENS, small_checkpoint
-from tests.helpers.trl_data import adapters, records
+from tests.helpers.trl_data import adapters, decided_by_rounding, records
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 CONFIGS: dict[str, Any] = {
@@ -130,8 +130,8 @@ def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkp
         streamed.train()
         for mine, theirs in zip(figures(streamed), figures(memory), strict=True):
             assert mine.keys() == theirs.keys()
-            for name, value in mine.items():
-                assert value == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+            for name in mine.keys() - decided_by_rounding(theirs):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
         expected: dict[str, nn.Parameter] = dict(model.named_parameters())
         for name, value in engine.named_parameters():
             # Both answers' scores have this bias: its gradient is rounding alone, which Adam scales up.

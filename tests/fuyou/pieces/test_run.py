@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from common.errors import FinetuneError
+from common.randomness import random_states
 from fuyou.layout.record_parts import PiecePart
-from fuyou.pieces.run import PieceRun, Use, current_supply, random_states
+from fuyou.pieces.run import PieceRun, Use, current_supply
 from fuyou.runtime.compute.piece_visits import replayed
 
 PART = PiecePart("weight")

@@ -11,6 +11,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV3Config,
     Gemma4TextConfig,
     GPT2Config,
@@ -98,6 +99,16 @@ def test_families_are_proven(config: PreTrainedConfig) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("head", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_dropout_after_the_blocks_draws_what_is_next(head: str) -> None:
+    """The embedding of BERT has dropout, too, and its forward pass runs once more where that of the head does."""
+    config = BertConfig(
+        vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+        architectures=[head],
+    )  # fmt: skip
+    proof.prove(config)
+
+
 @pytest.mark.parametrize("choice", ["auto", "on", "off"])
 def test_router_losses_are_proven(choice: str) -> None:
     fuyou.prove(MixtralConfig(output_router_logits=choice == "auto"), router_loss=choice)
@@ -125,6 +136,11 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     assert one_layer.layers_to_transform == [30]
     named = LoraConfig(r=4, target_modules=["model.layers.30.self_attn.q_proj"], task_type="CAUSAL_LM")
     fuyou.prove(LlamaConfig(), adapters=named)
+    ranks = {r"layers\.30\..*q_proj": 2, "v_proj": 8}
+    last = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], rank_pattern=ranks)
+    last.exclude_modules = ["layers.30.self_attn.v_proj"]
+    fuyou.prove(LlamaConfig(), adapters=last)
+    assert last.rank_pattern == ranks
     more = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [31_998, 31_999]}}
     fuyou.prove(LlamaConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **more))
     fuyou.prove(LlamaConfig(), trainable=["model.layers.31.*", "model.layers.0.*", "lm_head.weight"])

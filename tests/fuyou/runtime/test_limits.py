@@ -1,9 +1,12 @@
 """Budgets of device memory, and what is reported when a device has none left."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from common.errors import FinetuneError
+from common.errors import FinetuneError, UserError
 from fuyou.runtime.device import CudaDevice, Device, explain_out_of_memory, memory_limits
 
 GIB = 1 << 30
@@ -47,6 +50,33 @@ def test_the_default_budget_of_a_small_control_group_leaves_room_for_the_process
 def test_a_processor_has_its_part_of_the_hosts_budget() -> None:
     assert memory_limits(Device(), "4MiB", None)[1] == 4 << 20
     assert memory_limits(Device(), "4MiB", "1MiB")[1] == 1 << 20
+
+
+def test_one_memory_of_host_and_device_is_counted_once(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a DGX Spark, where the driver calls free what the kernel does."""
+    monkeypatch.setattr("fuyou.runtime.device.memory_available_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr("fuyou.runtime.device.memory_limit_bytes", lambda: 24 * GIB)
+    apart = memory_limits(card, None, None)
+    assert sum(apart) > 20 * GIB, "a card has memory in addition"
+    card.is_integrated = True
+    assert memory_limits(card, None, None) == (8 * GIB, 8 * GIB)
+    assert memory_limits(card, "12GiB", None) == (6 * GIB, 6 * GIB)
+    assert memory_limits(card, "12GiB", "8GiB") == (4 * GIB, 8 * GIB)
+    with pytest.raises(UserError, match=r"device.memory 8 GiB leaves nothing for the host of 8 GiB"):
+        memory_limits(card, "8GiB", "8GiB")
+
+
+@pytest.mark.parametrize("is_integrated", [0, 1])
+def test_the_driver_tells_whether_a_device_shares_the_hosts_memory(
+    monkeypatch: pytest.MonkeyPatch, is_integrated: int
+) -> None:
+    names = ("set_device", "get_device_name", "reset_peak_memory_stats", "current_stream", "set_stream")
+    for name in names:
+        monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Mock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=is_integrated))
+    assert CudaDevice(0).is_integrated == bool(is_integrated)
 
 
 def test_running_out_says_what_to_lower(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
