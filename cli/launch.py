@@ -1,5 +1,6 @@
 """Start a run's ranks on this node: find the other nodes, start PyTorch's agent, and pass signals on."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -26,8 +27,9 @@ from cli.options.settings import Settings
 from cli.train import process
 from cli.train.process import LAUNCH, STATUS, STOP, Stopped
 from common.activity import activity
-from common.errors import FinetuneError, UserError
+from common.errors import FinetuneError, UserError, as_message
 from common.hardware.machine import cpu_count, usable_gpus
+from common.scratch import scratch_folder
 from common.units import counted, format_seconds
 
 DEFAULT_PORT = 29400  # torchrun's
@@ -128,15 +130,15 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
         from cli.job.resolve import check_start
         from cli.job.resumed import decided
 
-    settings = decided(settings)
+    settings = decided(settings, checks=trains)
     ranks = _ranks_per_node(settings)
     if trains:
         check_start(settings, ranks)
     rendezvous = find_rendezvous(settings)
-    with TemporaryDirectory(prefix="finetune-") as folder:
+    with scratch_folder(Path(gettempdir())) as folder:
         launcher = _Launcher(settings, rendezvous, ranks, folder)
         if rendezvous.nodes > 1:
-            print(f"nodes    waiting for {rendezvous.nodes} of them at {rendezvous}", flush=True)
+            print(f"nodes    waiting for {rendezvous.nodes} of them at {rendezvous}{launcher.listens}", flush=True)
         print(f"nodes    starting {counted(ranks, 'rank')} on this node", flush=True)
         launcher.run()
 
@@ -157,12 +159,17 @@ def _ranks_per_node(settings: Settings) -> int:
 class _Launcher:
     """The agent runs in a thread, so that signals interrupt this one while PyTorch waits for the network."""
 
-    def __init__(self, settings: Settings, rendezvous: Rendezvous, ranks: int, folder: str):
+    def __init__(self, settings: Settings, rendezvous: Rendezvous, ranks: int, folder: Path):
         self._settings, self._rendezvous, self._ranks = settings, rendezvous, ranks
         self._folder = folder
         self._address, self._is_here = rendezvous.locate()
         self._signal: int | None = None
         self._deadline = float("inf")
+
+    @property
+    def listens(self) -> str:
+        """Return where this node listens for the others, in parentheses, if the endpoint's name differs."""
+        return f" (listening at {self._address})" if self._is_here and self._address != self._rendezvous.host else ""
 
     def run(self) -> None:
         before, ended = dict(os.environ), Future[str]()
@@ -188,10 +195,10 @@ class _Launcher:
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables that ranks get; what the user has set stays."""
-        devices: dict[str, list[Any]] = psutil.net_if_addrs()
-        ours = [name for name, held in devices.items() if any(each.address == self._address for each in held)]
-        usual = {"OMP_NUM_THREADS": str(max(1, cpu_count() // self._ranks)), "GLOO_SOCKET_IFNAME": "".join(ours[:1])}
-        return {name: value for name, value in usual.items() if value and name not in os.environ} | {
+        from cli.train.sockets import interface_variables
+
+        usual = {"OMP_NUM_THREADS": str(max(1, cpu_count() // self._ranks)), **interface_variables(self._address)}
+        return {name: value for name, value in usual.items() if name not in os.environ} | {
             LAUNCH: uuid.uuid4().hex,
             # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -211,20 +218,25 @@ class _Launcher:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+        from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from cli.train.sockets import BACKEND, rendezvous_handler
+
         settings, rendezvous, timeout = self._settings, self._rendezvous, self._settings.node_timeout
+        meets_at = dataclasses.replace(rendezvous, host=self._address) if self._is_here else rendezvous
+        rendezvous_handler_registry.register(BACKEND, rendezvous_handler)
         config = LaunchConfig(
             min_nodes=rendezvous.nodes,
             max_nodes=rendezvous.nodes,
             nproc_per_node=self._ranks,
             run_id=rendezvous.run_id,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(rendezvous),
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=str(meets_at),
             rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), timeout) | {"is_host": is_host},
             local_addr=self._address,
             max_restarts=settings.max_restarts,
-            logs_specs=DefaultLogsSpecs(log_dir=self._folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(self._folder)),
         )
         if not settings.debug:
             logging.disable(logging.ERROR)  # the agent reports what is reported here once
@@ -270,7 +282,7 @@ class _Launcher:
                 self._exit(f"finetune: error: {self._lost_contact()}")
 
     def _outcomes(self) -> list[tuple[int, str]]:
-        starts = sorted(Path(self._folder).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime_ns)
+        starts = sorted(self._folder.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime_ns)
         files = sorted(starts[-1].glob("*/error.json")) if starts else []
         contents = [json.loads(file.read_text())["message"] for file in files]
         return [(content["errorCode"], content["message"]) for content in contents]
@@ -296,7 +308,7 @@ class _Launcher:
             with suppress(psutil.Error):
                 rank.kill()
         with suppress(OSError):
-            print(f"\n{text}{self._how_to_continue()}", file=sys.stderr, flush=True)
+            print(f"\n{as_message(text)}{self._how_to_continue()}", file=sys.stderr, flush=True)
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1 if self._signal is None else STATUS[signal.Signals(self._signal)])
 

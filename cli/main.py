@@ -8,6 +8,7 @@ import contextlib
 import gc
 import io
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,16 +20,17 @@ from click.core import ParameterSource
 
 from cli.options.command import Finetune, parse_command_line
 from cli.options.option import naming, split_weight
-from cli.options.settings import Settings, output_directory, settings_of
+from cli.options.run_record import REPLACED, RUN, RunRecord
+from cli.options.settings import RANDOM, Settings, output_directory, settings_of
 from cli.report.progress import Heartbeat
 from cli.train.process import AGENT, STATUS, Interrupts, Outcome, RankProcess, Stopped, is_lost_contact
 from common.activity import activity
-from common.errors import FinetuneError, UserError, on_one_line
-from common.files import check_data_file, check_output, check_path
+from common.errors import FinetuneError, UserError, as_message, on_one_line, with_notes
+from common.files import check_data_file, check_output, check_path, nearest_path, preset_files
 from common.hub import stay_offline
 from common.models.names import check_model
 from common.store.directories import usable_directories
-from common.units import counted
+from common.units import counted, format_bytes
 from fuyou.optimizer.process.start import started_early
 
 
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if outcome.message:
         with contextlib.suppress(OSError):  # the terminal may be gone
             start = "\n" if outcome.status in STATUS.values() else "finetune: error: "
-            print(f"{start}{outcome.message}", file=sys.stderr, flush=True)
+            print(f"{start}{as_message(outcome.message)}", file=sys.stderr, flush=True)
     return outcome.status
 
 
@@ -76,34 +78,68 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
     except click.ClickException as error:
         return Outcome(2, f"{error.format_message()} (finetune --help lists all options)")
     except Stopped as stopped:
-        return Outcome(interrupts.status(stopped), str(stopped))
-    except (KeyboardInterrupt, click.Abort):
-        return Outcome(interrupts.status(), "stopped before training began.")
+        return Outcome(interrupts.status(stopped), with_notes(str(stopped), stopped))
+    except (KeyboardInterrupt, click.Abort) as error:
+        return Outcome(interrupts.status(), with_notes("stopped before training began.", error))
     except FinetuneError as error:
         if debug:
             traceback.print_exc()
-        return Outcome(error.exit_status, " ".join([str(error), *getattr(error, "__notes__", [])]))
+        return Outcome(error.exit_status, with_notes(str(error), error))
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if _lacks_memory(error):
+            return Outcome(1, _memory_advice(error))
         if rank is not None and is_lost_contact(error):
             rank.lose(error)
-        notes = [] if debug else ["Run again with --debug for the traceback."]
+        advice = "" if debug else " Run again with --debug for the traceback."
         if rank is not None and type(error).__name__ == "OutOfMemoryError":
-            notes = ["A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."]
+            advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
         text = on_one_line(error).removesuffix(".") or "no message"
-        return Outcome(1, " ".join([f"{type(error).__name__}: {text}.", *notes, *getattr(error, "__notes__", [])]))
+        return Outcome(1, with_notes(f"{type(error).__name__}: {text}.{advice}", error))
+
+
+# What errors of the system, of Python, of PyTorch, and of the dynamic linker say where memory is lacking.
+_NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "can't start new thread", "failed to map segment")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+def _memory_advice(error: Exception) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    advice = "--host-memory, --micro-batch and --seq-len say how much is needed."
+    if limit != resource.RLIM_INFINITY:
+        advice = f"This shell allows {format_bytes(limit)} of address space: enter `ulimit -v unlimited` before."
+    what = on_one_line(error).removesuffix(".")
+    return f"There is not enough memory{f' ({what})' if what else ''}. {advice}"
 
 
 def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], command: str) -> int:
     context = click.get_current_context()
     if command == "export" and context.params["adapter"] is None:
+        folder = output_directory(context.params["output"], context.params["model"] or "")
+        if context.params["overwrite"]:
+            raise UserError(
+                f"Without --adapter, export writes what the run in {folder} has trained, in place of what it wrote "
+                "before: leave --overwrite out."
+            )
         command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
-        folder = output_directory(context.params["output"], context.params["model"] or "")
         if not (folder.is_dir() or context.params["ssd"]):
             raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")
-    settings = settings_of(command, context, arguments)
+    if command in ("train", "export") and (rank is None or rank.is_rank0):
+        _put_back(output_directory(context.params["output"], context.params["model"] or ""))
+    if command == "train" and _only_measures(context):
+        saves = context.get_parameter_source("save") is not ParameterSource.DEFAULT
+        context = parse_command_line((*arguments, "--data", RANDOM, *(() if saves else ("--no-save",))))
+    try:
+        settings = settings_of(command, context, arguments)
+    except UserError as error:
+        if command == "train" and context.params["gpu"] not in ("auto", "cpu"):
+            _check_gpu(context, arguments, error)
+        raise
     stay_offline(settings.download)
     _check_inputs(settings, has_data=bool(context.params.get("data")))
     if command == "verify":
@@ -138,6 +174,12 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         is_given = is_typed or settings.batch_size != Settings.batch_size
         with activity("planning", announced=True):
             return plan_cluster(settings, settings.batch_size if is_given else None)
+    elif command == "plan" and settings.compare is not None:
+        with activity("planning: steps of this run are simulated on each machine", announced=True):
+            from cli.plan.compare import run_compare
+
+            _quiet(settings)
+            return run_compare(settings, settings.compare)
     elif command == "plan":
         with activity("planning: steps of this run are simulated", announced=True):
             from cli.plan.out_of_core import run_plan
@@ -157,6 +199,32 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
     else:
         _train(settings, interrupts)
     return 0
+
+
+def _only_measures(context: click.Context) -> bool:
+    """Return whether there is nothing to learn: a preset, whose weights are random, and no data."""
+    options = context.params
+    is_preset = options["model"] in preset_files("models") and not Path(options["model"]).exists()
+    return is_preset and not (options["data"] or options["eval_data"] or options["resume"])
+
+
+def _check_gpu(context: click.Context, arguments: Sequence[str], error: UserError) -> None:
+    """Say next to ``error``, of a run that is meant for another machine, that its GPU is not here either."""
+    from cli.job.throughput import gpu_or_plan
+
+    try:
+        gpu_or_plan(context.params["gpu"], arguments, [Path(word) for word in context.params["ssd"]])
+    except UserError as lacking:
+        raise UserError(f"{error} {lacking}") from None
+
+
+def _put_back(output: Path) -> None:
+    """Put back what a killed run has set aside, before anybody looks for the run that is there."""
+    with contextlib.suppress(OSError):  # a name that is too long, say: what checks --output reports it
+        if (output / REPLACED).exists():
+            from cli.job.outputs import recover
+
+            recover(output)
 
 
 def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) -> None:
@@ -194,6 +262,23 @@ def _train(settings: Settings, interrupts: Interrupts) -> None:
             finetune(settings, interrupts)
 
 
+def _no_run(settings: Settings) -> UserError:
+    """Return the error that the options of the run in ``--output``, its model among them, are not there."""
+    output = settings.output_directory
+    outer = next((parent for parent in output.absolute().parents if RunRecord.read(parent)), None)
+    if outer is not None:
+        return UserError(f"There is no run in {output}: it lies in the output of one. Give --output {outer}.")
+    if RunRecord.read(output) is None:
+        return UserError(
+            f"There is no run in {output} to continue.{nearest_path(output)} If its drives have one, name them with "
+            "--ssd; to begin a run there, give --model and --data."
+        )
+    return UserError(
+        f"The options of the run in {output} are neither in its {RUN} folder nor in a commit that is visible: name "
+        "its drives with --ssd, or give all of its options."
+    )
+
+
 def _quiet(settings: Settings) -> None:
     """Turn off the hints and progress bars of transformers, which would break the progress line."""
     if not settings.debug:
@@ -227,6 +312,8 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
         "chat": "Give what to chat with: finetune chat --model DIR, or --model BASE --adapter DIR.",
         "evaluate": "Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.",
     }
+    if settings.command == "train" and settings.resume and settings.output is not None and not settings.model:
+        raise _no_run(settings)
     if settings.command in missing and not (settings.model or settings.max_model):
         raise UserError(missing[settings.command])
     if settings.command == "evaluate" and not settings.data:
@@ -236,8 +323,13 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
     if settings.model:
-        with naming("--model"):
-            check_model(settings.model)
+        try:
+            with naming("--model"):
+                check_model(settings.model)
+        except UserError as error:
+            if settings.resume and RunRecord.read(settings.output_directory):
+                error.add_note("A run needs the weights that it began with: give --model DIR, where they are now.")
+            raise
     check_path("--adapter", settings.adapter)
     check_path("--peft-config", settings.peft_config)
     if settings.command == "train" and settings.output is not None:

@@ -14,6 +14,7 @@ _KEYWORDS = {
     **{f"lora-{name}": name for name in ("rank", "alpha", "dropout", "targets")},
     "verify": "finetune verify",
 }
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _FLAG = re.compile(r"(?<![\w-])(?<!finetune )--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
 
@@ -50,9 +51,28 @@ def with_keywords(text: str) -> str:
     return "`".join(parts)
 
 
+def printable(text: str) -> str:
+    r"""Return a text that may quote files as a terminal may show it.
+
+    Control characters other than line breaks and tabs, and marks that reverse the order of letters, are written as in
+    Python (``\x1b``).
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def as_message(text: str) -> str:
+    """Return a printable text whose further lines are indented, so that none looks like another message."""
+    return printable(text).replace("\n", "\n  ")
+
+
 def on_one_line(error: BaseException) -> str:
     """Return an error's message without line breaks."""
     return " ".join(str(error).split())
+
+
+def with_notes(text: str, error: BaseException) -> str:
+    """Return a message, and after it the notes of an error."""
+    return " ".join([text, *getattr(error, "__notes__", [])])
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

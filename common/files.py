@@ -1,10 +1,14 @@
 """Write files atomically, read the kernel's list of mounts and the package's presets, and cache small results."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +20,19 @@ from common.hub import is_hub_name
 TEMPORARY_SUFFIX = ".tmp"  # End of the name under which a file is written until it is complete
 
 
-def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = TEMPORARY_SUFFIX) -> None:
-    """Write ``text`` to a temporary file next to ``path`` and rename that to ``path``.
+def replace_file(path: Path, content: str | bytes, *, durable: bool = True, suffix: str = TEMPORARY_SUFFIX) -> None:
+    """Write ``content`` to a temporary file next to ``path``, and rename that to ``path``.
 
     Args:
-        durable: sync the file before the rename. The directory is the caller's to sync.
+        durable: sync the file before the rename, and its directory after it. Without: for what is checked when it is
+            read, or written again soon.
         suffix: what the temporary file's name has behind that of ``path``; several writers need one each.
     """
     temporary = path.with_name(path.name + suffix)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            rest = memoryview(text.encode())
+            rest = memoryview(content.encode() if isinstance(content, str) else content)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
             if durable:
@@ -39,6 +44,8 @@ def replace_file(path: Path, text: str, *, durable: bool = False, suffix: str = 
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        sync(path.parent)
 
 
 @contextmanager
@@ -51,8 +58,54 @@ def file_when_complete(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def copy_into(folder: Path, source: Path) -> None:
+    """Copy a file, or a directory with all in it, into ``folder``, which :func:`sync_tree` makes durable later."""
+    if source.is_dir():
+        shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(source, folder / source.name)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make a directory and everything in it durable."""
+    for path in folder.iterdir():
+        if path.is_symlink():
+            continue  # a name, which its directory holds
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            sync(path)
+    sync(folder)
+
+
+def distinct_paths(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths without those that name what an earlier one does, through links or from another directory."""
+    names: dict[Path, Path] = {}
+    for path in paths:
+        names.setdefault(path.resolve(), path)
+    return list(names.values())
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, as far as they are not there, durably."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
 
 
 @dataclass(frozen=True)
@@ -123,7 +176,7 @@ def check_output(option: str, path: Path) -> None:
 def nearest_path(path: Path) -> str:
     """Return `` Did you mean 'x'?`` for the most similar name in the directory of ``path``, or an empty string."""
     path = path.expanduser().absolute()
-    siblings = list(path.parent.iterdir()) if path.parent.is_dir() else []
+    siblings = [each for each in path.parent.iterdir() if each != path] if path.parent.is_dir() else []
     # Names that have only their extension in common are not similar.
     return did_you_mean(path.name, [each.name for each in siblings if did_you_mean(path.stem, [each.stem])])
 
@@ -134,6 +187,7 @@ def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:
     return {file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)}
 
 
+_UNFINISHED_S = 600  # Seconds after which a file of the cache that is not complete yet never will be
 CACHE_VARIABLE = "FINETUNE_CACHE"  # Name of the environment variable that gives the cache another directory
 
 
@@ -157,10 +211,42 @@ def write_cached(kind: str, key: dict[str, Any], version: int, **content: Any) -
     path = cached_path(kind, key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for unfinished in path.parent.glob(f"*{TEMPORARY_SUFFIX}"):
+            if time.time() - unfinished.stat().st_mtime > _UNFINISHED_S:  # of a process that was killed
+                unfinished.unlink(missing_ok=True)
         text = json.dumps({"format": version, "key": key, **content}, indent=1)
-        replace_file(path, text, suffix=f".{os.getpid()}.tmp")
+        replace_file(path, text, durable=False, suffix=f".{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
 def cached_path(kind: str, key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_directory() / kind / f"{digest[:24]}.json"
+
+
+FILE_BYTES = 256 << 20  # Largest size of a small file: a tokenizer of a million words takes 50 MB
+
+
+def read_text_file(path: Path, limit: int = FILE_BYTES) -> str:
+    """Return the content of a small UTF-8 file that somebody else may have written.
+
+    Args:
+        path: of a regular file: pipes and devices, whose content need not end, are not read.
+        limit: the most bytes that it may have.
+
+    Raises:
+        OSError: it cannot be opened or read, is no regular file, or is larger.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, the most for such a file", str(path))
+    return content.decode()
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for what is neither a regular file nor a link to one, before it is opened."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = "a directory" if path.is_dir() else "a pipe, a socket, or a device"
+        raise OSError(errno.EINVAL, f"it is not a regular file, but {kind}", str(path))

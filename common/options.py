@@ -34,7 +34,7 @@ class Command(Flag):
     CHAT = auto()
     DEMO = auto()
 
-    RUN = TRAIN | PLAN  # A plan takes the options of its run
+    RUN = TRAIN | PLAN  # A plan takes all options of its run, so that a line that trains can be planned
     STEP = RUN | PROFILE
     MODEL = STEP | CHECK
     ALL = MODEL | VERIFY | EXPORT | EVALUATE | CHAT | DEMO

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,11 @@ from common.store.manifest import read_sealed, sync_directory, write_sealed
 from fcdp.fsdp2 import row_range
 
 MANIFEST = "commit.json"
+IDENTITY = "commits.json"  # Name of the file next to commits with their random name
 FORMAT = 2
 PIECE_BYTES = 16 << 20  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_REMEDY = "Restore it from a copy, or begin again with --overwrite, from a checkpoint (--model) if there is one."
 _INCOMPLETE, _DISCARDED = "incomplete", "discarded"
 
 
@@ -72,7 +75,10 @@ class Commit:
         """Return the fields of the commit in ``folder``, except the folder."""
         content = read_sealed(folder / MANIFEST)
         if content is None:
-            raise FinetuneError(f"{folder} has lost its {MANIFEST}: it is no longer a commit.")
+            raise FinetuneError(
+                f"{folder} has lost its {MANIFEST}: it is no longer a commit. Restore it from a copy, or begin again "
+                "with --overwrite."
+            )
         if (version := content.pop("format", None)) != FORMAT:
             raise UserError(
                 f"{folder} is a commit in format {version}. This version of the program reads format {FORMAT}. "
@@ -128,13 +134,13 @@ class Commit:
         with opened(path, "reading", os.O_RDONLY) as descriptor:
             size, expected = os.fstat(descriptor).st_size, self.files[part.file]["nbytes"]
             if size != expected:
-                raise StoreError(f"{path} has {size:,} bytes instead of {expected:,}.")
+                raise StoreError(f"{path} has {size:,} bytes instead of {expected:,}. {_REMEDY}")
             while done < nbytes and (count := os.preadv(descriptor, [data[done:].data], part.offset + done)):
                 done += count
         if checksum(data, 0) != part.sum:
             raise StoreError(
                 f"{part.what}, bytes {part.offset:,} to {part.offset + nbytes - 1:,} of {path}, are not what was "
-                "written there."
+                f"written there. {_REMEDY}"
             )
         return data
 
@@ -210,17 +216,39 @@ class ShardedCheckpoints:
 
         run_on_all_ranks(read)
 
-    def discard(self) -> None:
-        """Remove all commits. For one rank to call."""
+    def begin(self) -> None:
+        """Remove all commits, and give those to come a random name. For one rank to call."""
         for step in self._steps():
             self._remove(step)
+        write_sealed(self.directory / IDENTITY, {"store": uuid.uuid4().hex})
+
+    def remove(self) -> None:
+        """Remove all commits, and the directory unless there are other files in it.
+
+        Raises:
+            UserError: a run uses them.
+        """
+        with DirectoryLock([self.directory], patience=0), described("removing", self.directory):
+            for step in self._steps():
+                self._remove(step)
+            (self.directory / IDENTITY).unlink(missing_ok=True)
+            sync_directory(self.directory)
+        with contextlib.suppress(OSError):  # not empty
+            self.directory.rmdir()
+
+    def identity(self) -> str:
+        """Return the random name of these commits; empty if they have none."""
+        return str((read_sealed(self.directory / IDENTITY) or {}).get("store", ""))
 
     def verify(self) -> VerifiedCheckpoint:
         """Read all of the newest commit and compare it with its checksums. No run may be at work."""
         with DirectoryLock([self.directory], patience=0):
             step = self.newest()
             if step is None:
-                raise UserError(f"The run in {self.directory} ended before its first commit.")
+                raise UserError(
+                    f"The run in {self.directory} ended before its first commit, so there is nothing to verify: enter "
+                    "its command again, with --resume auto."
+                )
             folder = self._folder(step)
             return Commit(folder, **Commit.read(folder)).verify()
 

@@ -97,6 +97,27 @@ def is_sharded(group: ParameterGroup) -> bool:
     return bool(param_groups(group.modules[0])[0].is_sharded)
 
 
+def adopt_requires_grad(group: ParameterGroup) -> None:
+    """Have the shards of ``group`` require gradients as the parameters do that its modules show now.
+
+    Between gather and release modules show gathered parameters. FSDP2 sets these as the shards are at every gather, so
+    what a caller changes on them, by ``requires_grad_``, would be lost.
+    """
+    for each in param_groups(group.modules[0])[0].fsdp_params:
+        shown = each._module_info.module._parameters.get(each._module_info.param_name)
+        if shown is not None and shown is not each.sharded_param:
+            each.sharded_param.requires_grad_(shown.requires_grad)
+
+
+def gathered_parameters(group: ParameterGroup) -> list[nn.Parameter]:
+    """Return the parameters of ``group`` as its modules show them between gather and release, once gathered."""
+    return [
+        each._unsharded_param
+        for each in param_groups(group.modules[0])[0].fsdp_params
+        if hasattr(each, "_unsharded_param")
+    ]
+
+
 def divide_factor(group: ParameterGroup) -> float | None:
     """Return what ``set_gradient_divide_factor`` was called with; None: it was not."""
     factor: float | None = param_groups(group.modules[0])[0].gradient_divide_factor

@@ -98,7 +98,7 @@ class ClusterModel:
         """Check the model's files, and shard it; ``saved`` adapters are of ``peft_config``. Collective."""
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
-        meta = build_meta_model(config, dtype=dtype)
+        meta = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
         router_loss = find_router_loss(meta, options.router_loss)
         stack = StreamedModel(meta, torch.device("cpu"))
         source = CheckpointSource(checkpoint, meta) if checkpoint else RandomSource(meta, options.seed)
@@ -110,7 +110,8 @@ class ClusterModel:
                     "trainable_token_indices cannot be trained with sharded weights: name the embeddings in "
                     "modules_to_save, or train on one machine."
                 )
-            options.towers.without_adapters(peft_config, module)
+            if saved is None:  # whose configuration says what it adapts
+                options.towers.apply(peft_config, module)
         adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
         # peft computes with these without calling them: earlier, FSDP2 took a group's forward pass as unfinished then.
         is_earlier = TorchVersion(torch.__version__) < "2.13"

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from common.communication import all_gather_object, run_on_all_ranks
 from common.errors import FinetuneError
@@ -53,6 +54,7 @@ class Sharding:
         self.groups = groups  # parameter groups, in the order in which they were sharded
         self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
         self._micro_batches = MicroBatches()
+        self.has_optimizer = False  # whether an optimizer has the shards: until then they are shown after evaluations
         device, ranks = topology.device, topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
         self._streams = CopyStreams.on(device)
@@ -95,7 +97,13 @@ class Sharding:
             if (owner := this()) is not None:
                 owner.before_forward()
 
+        @torch.compiler.disable
+        def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+            if (owner := this()) is not None:
+                owner.after_forward(output)
+
         model.register_forward_pre_hook(before_forward, prepend=True)
+        model.register_forward_hook(after_forward)
         setattr(model, ATTRIBUTE, self)
 
     @property
@@ -128,6 +136,7 @@ class Sharding:
     def reshard(self) -> None:
         """Turn parameters that stay gathered (frozen ones that P does not shard) into shards again."""
         for group in self.groups:
+            fsdp2.adopt_requires_grad(group)
             group.holder.reshard()
 
     def close(self) -> None:
@@ -204,6 +213,8 @@ class Sharding:
     def before_forward(self) -> None:
         """Look what has changed since the last forward pass of the root. Called before each."""
         for group in self.groups:
+            if not fsdp2.is_sharded(group):
+                fsdp2.adopt_requires_grad(group)
             if not group.had_trainable and group.trainable:  # FSDP2 reads the dtypes of gradients in ``unshard()``
                 group.had_trainable = True
                 group.holder.reshard()
@@ -221,6 +232,22 @@ class Sharding:
                     group.holder.reshard()
                 group.dirty = self.routes.shards > 1  # else no gather will say that it is clean
 
+    def after_forward(self, output: Any) -> None:
+        """Reshard after an evaluation, so that an optimizer made now gets the shards.
+
+        Once there is one, what stays gathered is left so: a gather costs time. What is frozen from now to the backward
+        pass is noted as that begins: FSDP2 reshards in it."""
+        if not torch.is_grad_enabled() and not self.has_optimizer:
+            self.reshard()
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        for group in self.groups:
+            if not fsdp2.is_sharded(group):
+                fsdp2.adopt_requires_grad(group)
+
     def _set_reshard_after_backward(self) -> None:
         """Have FSDP2 reshard trainable parameters that P does not shard only after the last micro-batch."""
         if self.routes.keeps_gathered:
@@ -229,6 +256,7 @@ class Sharding:
                 group.holder.set_reshard_after_backward(reshard, recurse=False)
 
     def _before_step(self) -> None:
+        self.has_optimizer = True
         if self._streams is not None:  # else the output that was cached last would be held until the next gather
             self._streams.release()
         self._staleness.raise_if_found()

@@ -23,6 +23,7 @@ from common.memory.meter import PeakMeter
 from common.models.adapters.adapters import MERGED
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.export import CheckpointWriter
+from common.models.checkpoint.identity import weights_identity
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import decayed_parameters
@@ -39,6 +40,7 @@ from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.optimizer.nonfinite import check_finite
 from fuyou.pieces.run import random_states, set_random_states
 
+_BASE = "weights to begin with"  # Key of the identity of the checkpoint's weights in what a commit says of the run
 _SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds one.
 
 
@@ -87,6 +89,7 @@ class Trainer:
         self.sharding = sharding(self._model.module)
         self._forward = Forward(self._model, topology, config.micro_batch)
         self._optimizer = _make_optimizer(self._model, config)
+        self.sharding.has_optimizer = True
         self.checkpoints = ShardedCheckpoints(commits)
         broadcast_from_rank0(self.checkpoints.lock)
         adapters_described = None if self._model.adapters is None else self._model.adapters.described
@@ -97,6 +100,11 @@ class Trainer:
             "adapters": adapters_described,
             "parameters with weight decay": len(decayed_parameters(self._model.module)),
         }
+        base = broadcast_from_rank0(lambda: weights_identity(self._model.checkpoint))
+        if base:
+            self._identity[_BASE] = base
+        if self._model.adapters is not None:
+            self._model.adapters.base = base
         self.parameters = sum(parameter.numel() for parameter in self._model.module.parameters())
         self.trainable_parameters = sum(parameter.numel() for _, parameter in self._model.trained())
         self.step_count = 0
@@ -106,7 +114,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Load the weights that training starts from. Commits of an earlier run are removed."""
-        broadcast_from_rank0(self.checkpoints.discard)
+        broadcast_from_rank0(self.checkpoints.begin)
         load(self._model.module, self._model.source, self._model.adapters)
         self.sharding.invalidate()
 
@@ -116,6 +124,13 @@ class Trainer:
         if commit is None:
             raise UserError(f"Nothing to resume: there is no commit in {self.checkpoints.directory}.")
         saved = commit.description
+        base = self._identity.get(_BASE)
+        if base and saved.get(_BASE, base) != base:
+            raise UserError(
+                "The weights or the configuration of --model are not those that the run in "
+                f"{self.checkpoints.directory} began with: they have changed, or are another version of them. Give "
+                "--model as it was then, or begin a new run in another --output."
+            )
         for name, now in self._identity.items():
             if saved.get(name, now) != now:
                 raise UserError(
@@ -129,6 +144,10 @@ class Trainer:
             )
         if self._model.adapters is not None:  # frozen weights are no part of a commit
             load(self._model.module, self._model.source, self._model.adapters)
+        if _BASE in saved:
+            self._identity[_BASE] = saved[_BASE]
+        if self._model.adapters is not None:
+            self._model.adapters.base = saved.get(_BASE, "")
         self.checkpoints.load(commit, self.state())
         for name, value in self._model.source.read_buffers():
             self._model.module.get_buffer(name).copy_(value)

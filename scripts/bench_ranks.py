@@ -140,8 +140,7 @@ def report(
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None
         shape = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).shape.shared(share_of(topology))
-        simulation, _ = simulate(shape, engine.memory_plan, rates)
-        facts["simulated_seconds"] = round(simulation.step_seconds(), 3)
+        facts["simulated_seconds"] = round(simulate(shape, engine.memory_plan, rates).step_seconds(), 3)
     return facts
 
 

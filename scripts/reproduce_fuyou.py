@@ -335,7 +335,8 @@ class PaperScheme:
         simulation, tasks = self.simulate()
         return Plan(
             self.job, self.machine, memory=memory, kept_activation_bytes=self.swap.nbytes,
-            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates), tasks=tasks,
+            step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates),
+            read_bytes=tasks.ssd_read_bytes(), written_bytes=tasks.ssd_written_bytes(), tasks=tasks,
             simulation=simulation, saved_flops=self.swap.saved_flops,
             ssd_bytes=14 * self.elements + (not self.activations_on_host) * self.activation_bytes * (self.layers + 2),
         )  # fmt: skip
@@ -376,13 +377,21 @@ def server(
     drives_limit: float = DATA["drives_limit"], adam: float = DATA["adam"],
 ) -> Machine:  # fmt: skip
     """Return a machine: the server of table 3, unless other parts are named. Memory modules come in powers of two."""
-    machine = preset_machine(gpu_preset(gpu), drive_preset(drive), drives, int(host_memory * 2**30))
+    preset = gpu_preset(gpu)
+    machine = preset_machine(preset, drive_preset(drive), drives, int(host_memory * 2**30))
+    if preset.name in DATA["blocks"]:  # the paper's rate of a whole block
+        flops = DATA["blocks"][preset.name] * 1e12
+        machine = replace(machine, rates=replace(machine.rates, flops_per_second=flops), compute=None)
     read, write = (
         min(rate, drives_limit * 1e9)
         for rate in (machine.rates.read_bytes_per_second, machine.rates.write_bytes_per_second)
     )
     rates = replace(
-        machine.rates, read_bytes_per_second=read, write_bytes_per_second=write, adam_parameters_per_second=adam * 1e9
+        machine.rates,
+        read_bytes_per_second=read,
+        write_bytes_per_second=write,
+        adam_parameters_per_second=adam * 1e9,
+        host_seconds=(0.0, 0.0),
     )
     return replace(machine, rates=rates)
 

@@ -10,31 +10,47 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from cli.options.settings import Settings
 from common.activity import activity
+from common.data.template import limited_rendering
 from common.errors import UserError
+from common.files import read_text_file
 from common.hardware.machine import memory_available_bytes
+from common.limits import LimitExceeded
+from common.models.adapters.options import SavedAdapter
+from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
+from common.models.task_type import task_type_of
 from common.units import format_bytes
 
 MOST_TOKENS = 1024
+_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")  # Tasks of adapters, as peft names them
 
 
 def run_chat(settings: Settings) -> None:
     """Answer each line of standard input, knowing the lines and answers before it, until the input ends."""
-    _, checkpoint = load_config(settings.model)
+    config, checkpoint = load_config(settings.model)
     if checkpoint is None:
         raise UserError(f"{settings.model} is a preset of random weights: give --model a checkpoint.")
-    adapter = None if settings.adapter is None else settings.adapter.expanduser()
+    if not task_type_of(config).generates:
+        raise UserError(f"{settings.model} is {task_type_of(config).value}, which writes no text: chat cannot use it.")
+    adapter = None if settings.adapter is None else SavedAdapter(settings.adapter.expanduser())
+    if adapter is not None and adapter.config().task_type in _CLASSIFIERS:
+        raise UserError(f"--adapter {adapter.directory} is that of a classifier, which writes no text.")
+    if adapter is not None and (warning := adapter.warning(checkpoint)):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     with activity(f"loading {settings.model}", announced=True):
         tokenizer, model = _tokenizer(checkpoint, adapter), _model(checkpoint, adapter)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    end = model.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
+    ends = stops_of(model.generation_config)
     messages: list[dict[str, str]] = []
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     print("Type a line; end with Ctrl-D.", file=sys.stderr, flush=True)
     for line in filter(None, map(str.strip, sys.stdin)):
         messages.append({"role": "user", "content": line})
-        text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        try:
+            with limited_rendering():
+                text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except LimitExceeded as error:
+            raise UserError(f"The chat template {error} for this conversation.") from error
         ids = torch.tensor([text["input_ids"]], device=model.device)
         room = context - ids.shape[1]
         if room < 1:
@@ -51,17 +67,18 @@ def run_chat(settings: Settings) -> None:
         messages.append({"role": "assistant", "content": str(tokenizer.decode(tokens, skip_special_tokens=True))})
 
 
-def _tokenizer(checkpoint: Path, adapter: Path | None) -> Any:
+def _tokenizer(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    template = (adapter or checkpoint) / "chat_template.jinja"  # a run writes its own next to adapters
+    folder = checkpoint if adapter is None else adapter.directory  # a run writes its own template next to adapters
+    template = folder / "chat_template.jinja"
     if template.is_file():
-        tokenizer.chat_template = template.read_text()
+        tokenizer.chat_template = read_text_file(template)
     if tokenizer.chat_template is None:
         raise UserError(f"{checkpoint} has no chat template: train with --chat-template NAME, which saves one.")
     return tokenizer
 
 
-def _model(checkpoint: Path, adapter: Path | None) -> Any:
+def _model(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
     need = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     on_gpu = torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]
     if not on_gpu and need > memory_available_bytes():
@@ -70,6 +87,27 @@ def _model(checkpoint: Path, adapter: Path | None) -> Any:
             "free: chat needs all of it in memory."
         )
     device = "cuda" if on_gpu else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", local_files_only=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers gives them random values
+        raise UserError(f"{checkpoint} lacks {missing[0]}: copy or download the model again.")
     model = model.to(device)
-    return (model if adapter is None else peft.PeftModel.from_pretrained(model, str(adapter))).eval()
+    if adapter is None:
+        return model.eval()
+    if (adapter.directory / FILE).is_file():  # of a run whose answers end with another token
+        model.generation_config = generation_config_of(model.config, adapter.directory)
+    return _adapted(model, adapter).eval()
+
+
+def _adapted(model: Any, adapter: SavedAdapter) -> Any:
+    """Return the model with adapters, of which peft leaves at their first values what the file lacks."""
+    try:
+        adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter.directory))
+    except RuntimeError as error:  # names all tensors of another shape
+        raise UserError(f"--adapter {adapter.directory} is that of another model: give its --model.") from error
+    expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if missing := sorted(expected.keys() - adapter.files.keys()):
+        raise UserError(f"--adapter {adapter.directory} lacks {missing[0]}: copy it again, or train it again.")
+    return adapted

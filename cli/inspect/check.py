@@ -1,22 +1,27 @@
 """Inspect this machine for a run (``finetune check``) and verify stores (``finetune verify``)."""
 
 import platform
+import shlex
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from cli.job.machine import PlannedRun, device_name, directories_at_hand, plan_at_hand
-from cli.options.settings import COMMITS, Settings
+from cli.job.outputs import FILES, RESULT, Outputs
+from cli.options.run_record import COMMITS, DESCRIPTION, RUN, STORE, RunRecord, StorePlace, store_places
+from cli.options.settings import Settings
 from cli.report.log import versions
 from cli.report.progress import BOLD, RED, painted
 from common.activity import activity
-from common.errors import FinetuneError, on_one_line
+from common.errors import FinetuneError, as_message, on_one_line
+from common.files import cache_directory, distinct_paths
 from common.hardware.directory_drive import Drive, drive_of
 from common.hardware.machine import (
     cpu_count,
@@ -27,8 +32,12 @@ from common.hardware.machine import (
     obstacle,
     system_has_gpu,
 )
-from common.units import format_bytes
+from common.models.checkpoint.gguf import adapters_of, conversions_directory
+from common.store.directories import DirectoryLock
+from common.units import counted, format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run
+from fuyou.layout.record import DTYPES, Precision
+from fuyou.optimizer.chunk_update import slow_updates
 from fuyou.planner.profiling.measure import DriveRates, measure_drives
 
 Problem = tuple[str, str]  # What was found, and what to do about it
@@ -49,8 +58,9 @@ class MeasuredDrive:
 def run_check(settings: Settings) -> None:
     """Print what this machine is, how fast its drives are, and what would make a run fail or slow."""
     directories = directories_at_hand(settings, writable=False)
+    precision = Precision.named(settings.dtype if settings.dtype in DTYPES else "bf16", settings.optimizer)
     planned = plan_at_hand(settings, device_name(settings.gpu)) if settings.model else None
-    gpus, problems = list_gpus(), list(machine_problems())
+    gpus, problems = list_gpus(), [*machine_problems(), *filter(None, [slow_updates(precision)])]
     available = f"{format_bytes(memory_available_bytes())} available"
     limit, memory = memory_limit_bytes(), psutil.virtual_memory().total
     limited = f"; the control group allows {format_bytes(limit)}" if limit < memory else ""
@@ -77,6 +87,7 @@ def run_check(settings: Settings) -> None:
         print(f"  {painted('!', RED)} {what}\n      {remedy}")
     if not problems:
         print("  nothing that was looked for")
+    _section(f"caches in {cache_directory()}", _cache_rows())
     if planned:
         _section("model", [("trains as in memory", _proof(planned))])
 
@@ -159,6 +170,39 @@ def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
     ]
 
 
+_CACHES = {
+    "tokens": "data as tokens",
+    "gguf": "dequantized GGUF files",
+    "demo": "the demo's model",
+    "kernels": "compiled updates",
+    "profiles": "measurements",
+    "proofs": "proofs of families",
+}
+
+
+def _cache_rows() -> Iterator[tuple[str, str]]:
+    """Yield what each cache takes, and each conversion of a GGUF file, with what removes it."""
+    folders = [path for path in sorted(cache_directory().glob("*")) if path.is_dir()]
+    for folder in folders:
+        what = f"{_CACHES[folder.name]}, " if folder.name in _CACHES else ""
+        yield folder.name, f"{what}{format_bytes(_size(folder))}; made again if removed"
+        if folder == conversions_directory():
+            for conversion in sorted(folder.iterdir()):
+                names = [name for name in adapters_of(conversion) if Path(name).is_dir()]
+                base = f"; the base of {', '.join(names)}" if names else ""
+                yield "", f"{format_bytes(_size(conversion))}{base}; rm -r {shlex.quote(str(conversion))}"
+    if not folders:
+        yield "nothing", "is cached yet"
+
+
+def _size(folder: Path) -> int:
+    sizes = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process removes it
+            sizes.append(path.lstat().st_size)
+    return sum(sizes)
+
+
 def _proof(planned: PlannedRun) -> str:
     from fuyou import prove
 
@@ -178,29 +222,63 @@ def _section(heading: str, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def run_verify(folders: Sequence[str]) -> int:
-    """Compare commits and stores with their checksums, and return the exit status: 1 where something is damaged."""
+    """Compare commits and stores with their checksums, and what runs have written with their lists; return the exit
+    status: 1 where something is damaged."""
     from fcdp.checkpoint import ShardedCheckpoints
 
-    paths, status = [Path(folder).expanduser() for folder in folders], 0
+    outputs = distinct_paths(Path(folder).expanduser() for folder in folders)
+    records = {folder: record for folder in outputs if (record := RunRecord.read(folder)) is not None}
+    elsewhere = {folder: _stores_elsewhere(folder, record) for folder, record in records.items()}
+    there = [Path(store.path) for stores in elsewhere.values() for store in stores if store.is_there()]
+    paths, status = distinct_paths([*outputs, *there]), 0
     commits = {
         folder: [each for each in (folder, folder / COMMITS) if ShardedCheckpoints(each).newest() is not None]
         for folder in paths
     }
-    stores = find_runs(paths, [folder for folder, committed in commits.items() if committed])
+    lists = [folder for folder in outputs if any((folder / RUN / name).exists() for name in (DESCRIPTION, FILES))]
+    stores = find_runs(paths, [*lists, *(folder for folder, committed in commits.items() if committed)])
 
-    def report(where: str, step: int, parts: str, nbytes: int, damage: Sequence[str]) -> None:
+    def report(where: str, what: str, damage: Sequence[str]) -> None:
         nonlocal status
-        result = f"{len(damage)} damaged" if damage else "all as written"
-        print(f"verify   {where}: step {step:,}, {parts}, {format_bytes(nbytes)}: {result}", flush=True)
+        print(f"verify   {where}: {what}: {f'{len(damage)} damaged' if damage else 'all as written'}", flush=True)
         for sentence in damage:
             status = 1
-            print(f"finetune: error: {sentence}", file=sys.stderr)
+            print(f"finetune: error: {as_message(sentence)}", file=sys.stderr)
 
-    for directory in dict.fromkeys(each for committed in commits.values() for each in committed):
+    for directory in distinct_paths(each for committed in commits.values() for each in committed):
         commit = ShardedCheckpoints(directory).verify()
-        report(str(directory), commit.step, f"{commit.parts:,} parts of tensors", commit.nbytes, commit.damage)
+        what = f"step {commit.step:,}, {commit.parts:,} parts of tensors, {format_bytes(commit.nbytes)}"
+        report(str(directory), what, commit.damage)
     for directories in stores:
         run = verify_run(directories)
-        where = ", ".join(map(str, run.directories))
-        report(where, run.step, f"{run.records:,} parts of records", run.nbytes, run.damage)
+        what = f"step {run.step:,}, {run.records:,} parts of records, {format_bytes(run.nbytes)}"
+        report(", ".join(map(str, run.directories)), what, run.damage)
+    for folder in lists:
+        lost = ", ".join(store.path for store in elsewhere.get(folder, ()) if not store.is_there())
+        if lost and records[folder].ended_after is None:
+            report(lost, "of the run", [f"The store of the run in {folder} is not in {lost}: mount its drive."])
+        elif lost:
+            print(f"verify   {lost}: not there, which a finished run can do without", flush=True)
+        with DirectoryLock([folder]):
+            files = Outputs.read(folder)
+            report(str(folder), f"{counted(len(files.files), 'file')} of its run", _faults(files))
     return status
+
+
+def _stores_elsewhere(output: Path, record: RunRecord) -> list[StorePlace]:
+    """Return the directories of a run's stores that are not in its output; of a copy, those of the original are."""
+    inside = {store.store for store in store_places([output / STORE, output / COMMITS])}
+    return [store for store in record.places if store.store not in inside]
+
+
+def _faults(files: Outputs) -> list[str]:
+    """Return sentences about what a run has written that is not as it was written, and what to do about that."""
+    if not files.has_list:
+        return [
+            f"{files.directory / RUN / FILES} is missing or damaged, so nothing of what the run has written can be "
+            f"checked: move its result elsewhere, then finetune export --output {files.directory} writes it again."
+        ]
+    faults = files.faults()
+    if files.faults(RESULT):
+        faults[-1] += f" To write the result again: finetune export --output {files.directory}."
+    return faults

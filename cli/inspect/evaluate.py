@@ -1,28 +1,33 @@
 """Evaluate a model on data, and merge adapters into a model: no training, and no store that stays."""
 
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from cli.job.inputs import check_apart
+from cli.job.outputs import RESULT, Outputs, claim
 from cli.job.resolve import resolve
+from cli.options.option import naming
+from cli.options.run_record import DESCRIPTION, REPLACED, RUN
 from cli.options.settings import Settings
-from cli.train.engine_trainer import EngineTrainer
+from cli.train.engine_trainer import EngineTrainer, frozen_engine
 from common.activity import activity
-from common.errors import UserError
+from common.errors import UserError, printable
+from common.files import copy_into, make_directory
 from common.hardware.machine import memory_available_bytes, pick_gpu, torch_name
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.export import CHAT_TEMPLATE
+from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.sources import WeightSource
-from common.models.meta_model import build_meta_model
+from common.models.generation import FILE as GENERATION
 from common.models.presets import load_config
-from common.store.directories import DirectoryLock
-from fuyou import Engine
+from common.models.task_type import TaskType, task_type_of
+from common.scratch import scratch_folder
 from fuyou.checkpoint.export import StoreExporter
 from fuyou.config import AUTO
 from fuyou.engine.common_decisions import fastest_dtype
@@ -33,29 +38,46 @@ from fuyou.model.open_model import OpenModel
 
 def run_evaluate(settings: Settings) -> None:
     """Print the loss of a model, with its ``--adapter``, on all of the data; weights are streamed from the drives."""
+    settings = replace(settings, objective=_objective(settings.model))
+    parents = settings.drives or [Path()]
+    check_apart(settings, None, parents)
     with ExitStack() as stack:
-        drives = [stack.enter_context(TemporaryDirectory(prefix="evaluate-", dir=path)) for path in settings.ssd or "."]
+        drives = [stack.enter_context(scratch_folder(parent)) for parent in parents]
         trained: dict[str, Any] = {
             "data": (),
             "eval_data": settings.data,
             "save": False,
             "steps": 1,
-            "output": Path(drives[0]),
+            "output": drives[0],
         }
         with activity("preparing the model and the data", announced=True):
             job = resolve(replace(settings, ssd=(), **trained))
-        config = job.engine.with_options(ssd=drives)
-        if not job.adapters:  # something has to be trainable, and costs least if it is small
-            parameters = dict(build_meta_model(job.config).named_parameters())
-            smallest = min(parameters, key=lambda name: parameters[name].numel())
-            config = config.with_options(trainable=[smallest])
+        _warn(job.engine.saved_adapter, job.checkpoint, job.engine.dtype)
         with activity("writing the weights to the drives", announced=True):
-            engine = stack.enter_context(Engine(job.checkpoint or job.model, config))  # type: ignore[call-arg] # the config has ssd
+            engine = stack.enter_context(frozen_engine(job, drives))
         assert job.held_out is not None
         with activity("evaluating", announced=True):
             result = EngineTrainer(job, engine).evaluate(job.held_out)
-        print(f"data     {job.held_out.description}\neval     {result}", flush=True)
+        print(f"data     {printable(job.held_out.description)}\neval     {result}", flush=True)
         job.close()
+
+
+def _objective(model: str) -> str:
+    """Return the objective that a model's head is for."""
+    with naming("--model"):
+        config, _ = load_config(model)
+    if task_type_of(config) is not TaskType.SEQUENCE_CLASSIFICATION:
+        return "sft"
+    return "reward" if config.num_labels == 1 else "classify"
+
+
+def _warn(saved: SavedAdapter | None, checkpoint: Path | None, dtype: str) -> None:
+    """Print whether adapters were trained on other weights, and whether weights are rounded."""
+    warning = "" if saved is None else saved.warning(checkpoint)
+    if warning:
+        print(f"warning  {warning}", flush=True)
+    if checkpoint is not None and method_of(checkpoint) is None and (rounded := rounding(checkpoint, dtype)):
+        print(f"weights  {rounded}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -72,23 +94,38 @@ def merge_adapter(settings: Settings) -> None:
     """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
     if not settings.model:
         raise UserError("Give the model that --adapter was made for: finetune export --model DIR --adapter DIR.")
+    if settings.ssd:
+        raise UserError(
+            "--ssd names the drives of a run, and --adapter is merged into --model without any: leave it out."
+        )
     output = settings.output_directory
+    check_apart(settings, output)
+    _refuse_run(output, output)
+    Outputs.read(output).check_for(settings, resumes=False)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
-    if (output / "config.json").exists() and not settings.overwrite:
-        raise UserError(f"{output} holds a checkpoint already: give another --output, or add --overwrite.")
     dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
     saved, precision = SavedAdapter(settings.adapter), Precision.named(dtype)
+    _warn(saved, checkpoint, dtype)
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
         reader: Any = _AdaptedWeights(model.weights())
-        output.mkdir(parents=True, exist_ok=True)
-        with DirectoryLock([output]):
+        make_directory(output)
+        with claim(settings) as outputs:
+            _refuse_run(output / REPLACED, output)  # one that has begun since; it is put back
+            folder = outputs.prepare(RESULT)
             exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
-            exporter.checkpoint(output, precision.dtype)
-            template = settings.adapter.expanduser() / CHAT_TEMPLATE
-            if template.is_file():  # that of training
-                shutil.copyfile(template, output / CHAT_TEMPLATE)
+            exporter.checkpoint(folder, precision.dtype)
+            for name in (CHAT_TEMPLATE, GENERATION):
+                if (file := settings.adapter.expanduser() / name).is_file():  # that of training
+                    copy_into(folder, file)
+            outputs.put(RESULT)
+            outputs.begin()
     print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)
+
+
+def _refuse_run(folder: Path, output: Path) -> None:
+    if (folder / RUN / DESCRIPTION).exists():
+        raise UserError(f"{output} holds a run: give another --output.")

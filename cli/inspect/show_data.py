@@ -3,15 +3,20 @@
 import contextlib
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cli.job.outputs import Outputs
 from cli.job.resolve import resolve
 from cli.options.settings import Settings
 from cli.report.progress import BOLD, FAINT, GREEN, has_colors, painted
 from common.activity import activity
 from common.data import Batches
+from common.errors import printable
+from common.scratch import scratch_folder
 
 MARKS = "«»"  # Around trained text where there are no colors
 
@@ -22,15 +27,15 @@ def show_data(settings: Settings) -> None:
     output = settings.output_directory
     absent = [path for path in (output, *output.parents) if not path.exists()]
     try:
-        with activity("reading the data", announced=True):
-            job = resolve(settings)
+        with activity("reading the data", announced=True), scratch_folder(Path(gettempdir())) as folder:
+            job = resolve(settings, lambda: Outputs.read(folder))
     finally:
         with contextlib.suppress(OSError):  # resolving makes the output directory of a run
             for path in absent:
                 path.rmdir()
     tokenizer = job.tokenizer
     assert tokenizer is not None
-    print(f"data     {job.batches.description}".replace("\n", "\n         "))
+    print(f"data     {printable(job.batches.description)}".replace("\n", "\n         "))
     print(f"         {'green' if has_colors() else 'between ' + ' and '.join(MARKS)}: trained on\n")
     for number, row in enumerate(_rows(job.batches, settings.show_data), 1):
         print(painted(f"row {number}", BOLD))
@@ -71,7 +76,7 @@ def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]
 def _text(document: list[tuple[int, bool]], tokenizer: PreTrainedTokenizerBase) -> str:
     parts = []
     for is_trained, tokens in groupby(document, lambda pair: pair[1]):
-        text = str(tokenizer.decode([token for token, _ in tokens]))
+        text = printable(str(tokenizer.decode([token for token, _ in tokens])))
         if is_trained and not has_colors():
             text = text.join(MARKS)
         parts.append(painted(text, GREEN if is_trained else FAINT))

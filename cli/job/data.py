@@ -15,6 +15,7 @@ from cli.job.machine import REWARD
 from cli.job.model import ChatTemplate, ModelChoice
 from cli.options.objectives import OBJECTIVES, Items, ObjectiveTraits
 from cli.options.option import naming
+from cli.options.run_record import RUN
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.batches import MixedBatches
 from common.data.files import find_files
@@ -28,12 +29,13 @@ from fuyou.model.family import Family
 
 DataSet = tuple[tuple[str, ...], float | None]  # Files of a data set, and its weight
 RANDOM_TOKENS = "random tokens"  # Digest of data that are made up
+TOKENS = "tokens"  # Folder in the run's directory for tokens that are kept there
 _KEPT_S = 30 * 86400  # Seconds after its last use that a data set's tokens stay in the cache
 
 
 def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
-    """Return the directory for tokens made of data files: the same for all runs of this user, or in ``output`` where
-    there can be none, or where nodes share it (``shared``). What no run has used for a month is removed."""
+    """Return the directory for tokens made of data files: the same for all runs of this user, or the run's where there
+    can be none, or where nodes share it (``shared``). What no run has used for a month is removed."""
     root = cache_directory() / "tokens"
     paths = "\n".join(str(Path(word).expanduser().absolute()) for word in words)
     name = hashlib.sha256(paths.encode()).hexdigest()[:16]
@@ -43,7 +45,7 @@ def token_cache(words: tuple[str, ...], output: Path, shared: bool) -> Path:
         (root / name).mkdir(parents=True, exist_ok=True)
         os.utime(root / name)
     except OSError:
-        return output / "data"
+        return output / RUN / TOKENS
     for other in root.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - other.stat().st_mtime > _KEPT_S:
@@ -55,12 +57,12 @@ def _item_kind(traits: ObjectiveTraits, config: PreTrainedConfig) -> ItemKind | 
     """Return what an objective learns from instead of rows of tokens."""
     match traits.items:
         case Items.PAIRS if traits.classifies:
-            return pair_kind(classifies=True, pad=config.pad_token_id)
+            return pair_kind(classifies=True, pad=config.get_text_config().pad_token_id)
         case Items.PAIRS:
             return pair_kind()
         case Items.TEXTS:
             classes = {str(name): int(number) for name, number in (config.label2id or {}).items()}
-            return class_kind(classes, config.pad_token_id)
+            return class_kind(classes, config.get_text_config().pad_token_id)
     return None
 
 
@@ -170,12 +172,13 @@ class _Opener:
 
     def _open(self, config: DataConfig) -> PackedBatches | ImageBatches:
         source, model = self.source, self.model
-        reads_images = config.kind is None and model.task_type is TaskType.IMAGE_TEXT_TO_TEXT
-        if not (reads_images and any_images(config.files)):
+        if not (model.task_type is TaskType.IMAGE_TEXT_TO_TEXT and any_images(config.files)):
             return open_data(config, self.tokenizer, token_cache(config.files, source.output, source.shared))
         assert model.checkpoint is not None
-        if config.every_token:
-            raise UserError("--objective pretrain reads text, and the data hold images: leave it out.")
+        if source.objective != "sft":
+            raise UserError(
+                f"--objective {source.objective} reads text, and the data hold images: leave it out, or the images."
+            )
         processor = load_processor(model.checkpoint)
         processor.chat_template = source.template.of(processor)
-        return open_image_data(config, processor, source.output / "data")
+        return open_image_data(config, processor, source.output / RUN / TOKENS)

@@ -6,20 +6,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate
+from cli.job.outputs import Outputs
 from cli.options.all_options import ClusterSettings, OutputSettings
 from cli.options.objectives import OBJECTIVES, ObjectiveTraits
 from cli.options.schedule import LearningRate
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.checkpoint.compressed.formats import method_of
+from common.models.checkpoint.shards import rounding
+from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
 from fuyou.config import EngineConfig
 from fuyou.layout.share import Share
+from fuyou.optimizer.chunk_update import slow_updates
 from fuyou.planner.training_job import TrainingJob, fitting_job
 
 if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
@@ -66,6 +70,7 @@ class Job(ClusterSettings, OutputSettings):
     planned: PlannedRun
     in_memory: bool = False  # Whether several ranks train in memory
     output: Path  # Output directory, which exists
+    outputs: Outputs  # What the run has written there
     ssd: tuple[Path, ...]  # Directories, one per drive, in which the store's own directories are made
     run_name: str  # Name of the store's directory in each of `ssd`
     is_there: bool = False  # Whether a run is there already
@@ -123,13 +128,30 @@ class Job(ClusterSettings, OutputSettings):
         ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
         return ranks_of if self.nodes == 1 else f"{self.nodes} nodes, {ranks_of} in each,"
 
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The generation configuration that comes with the checkpoint."""
+        return generation_config_of(self.config)
+
+    @cached_property
+    def added_stops(self) -> list[int]:
+        """Tokens that end the answers of the data, or of earlier ones of the adapters, at which generation with the
+        checkpoint does not stop."""
+        if not (self.save and self.task_type.generates):
+            return []
+        stops, saved = list(self.batches.stops), self.engine.saved_adapter
+        if saved is not None and (saved.directory / FILE).is_file():
+            stops += stops_of(generation_config_of(self.config, saved.directory))
+        known = stops_of(self.generation_config)
+        return [token for token in dict.fromkeys(stops) if token not in known]
+
     def close(self) -> None:
         self.batches.close()
         if self.held_out is not None:
             self.held_out.close()
 
     def header(self) -> str:
-        rate = self.learning_rate
+        rate, saved = self.learning_rate, self.engine.saved_adapter
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         source = "" if source == self.model else f", {source}"
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
@@ -141,14 +163,17 @@ class Job(ClusterSettings, OutputSettings):
             "adapters": self.adapters
             and f"{self.adapters}: {format_count(self.adapter_parameters)} parameters, "
             f"{self.adapter_parameters / self.parameters:.2%} of the model's",
-            "weights": self._compressed(),
+            "warning": "" if saved is None or self.resume else saved.warning(self.checkpoint),
+            "weights": self._weights(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {self.engine.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}",
             "data": self.batches.description,
             "held out": "" if self.held_out is None else self.held_out.description,
+            "stops": self._stops(),
             "learns": self._learns(),
             "steps": f"{self.steps:,} of {self._batch()} x {self.seq_len:,} tokens; "
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
+            "updates": "" if self.in_memory else " ".join(slow_updates(self.engine.precision) or ()),
             "output": f"{self.output}{'' if self.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items() if text)
@@ -164,10 +189,24 @@ class Job(ClusterSettings, OutputSettings):
         named = [f"{name} {value:g}" for name, value in self.objective_options.items()]
         return ", ".join([f"{self.objective}{against}", *named])
 
-    def _compressed(self) -> str:
+    def _stops(self) -> str:
+        if not self.added_stops:
+            return ""
+        assert self.tokenizer is not None
+        new, known = (
+            " and ".join(repr(self.tokenizer.convert_ids_to_tokens(token)) for token in tokens) or "nothing"
+            for tokens in (self.added_stops, stops_of(self.generation_config))
+        )
+        return (
+            f"the answers end with {new}, where the result's {FILE} stops (the model's stops at {known}"
+            f"{'; peft reads that one' if self.adapters else ''})"
+        )
+
+    def _weights(self) -> str:
         method = None if self.checkpoint is None else method_of(self.checkpoint)
         if method is None:
-            return ""
+            is_rounded = self.engine.weights.frozen_dtype not in ("int8", "nf4")
+            return rounding(self.checkpoint, self.engine.dtype) if is_rounded else ""
         stored, dtype = f"{method.name} in the checkpoint", self.engine.dtype
         if self.adapters and not self.in_memory and self.engine.weights.frozen_dtype in (None, "checkpoint"):
             exception, widened = "", self.stored.shape.widened

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
 from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
-from common.models.task_type import task_type_of
+from common.models.task_type import TaskType, task_type_of
 from common.store.directories import usable_directories
 from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.common_decisions import fastest_dtype
@@ -85,6 +85,7 @@ class PlannedRun:
             adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
             frozen=engine.frozen_dtype,
             towers=engine.towers,
+            saved=engine.saved_adapter,
             router_loss=engine.router_loss,
             padded=self.padded,
             **planned_options(engine) | {"drive_life": self.drive_life},
@@ -98,9 +99,19 @@ class PlannedRun:
 
 
 def planned_model(name: str, objective: str, config: PreTrainedConfig) -> str | PreTrainedConfig:
-    """Return what to plan for a model: itself, or a classifier in its place, without looking at data."""
-    if not (OBJECTIVES[objective].classifies and task_type_of(config).generates):
+    """Return what to plan for a model: itself, or a classifier in its place, without looking at data.
+
+    Raises:
+        UserError: the objective needs a head that the model cannot have.
+    """
+    task = task_type_of(config)
+    if not (OBJECTIVES[objective].classifies and task.generates):
         return name
+    if task is TaskType.IMAGE_TEXT_TO_TEXT:
+        raise UserError(
+            f"{name} is {task.value}, and --objective {objective} puts its head on a model of text alone: give a "
+            "causal language model."
+        )
     classes = REWARD if objective == "reward" else [str(number) for number in range(_CLASSES)]
     return classifier_config(config, classes, None)
 

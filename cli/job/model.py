@@ -1,7 +1,6 @@
 """The model of a run: its checkpoint, with a new head where the objective needs one, its tokenizer, and its size."""
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -12,21 +11,22 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cli.job.machine import planned_model, sequence_length
+from cli.job.outputs import BASE, Outputs
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import naming
 from common.data.template import dated
 from common.errors import UserError, did_you_mean
-from common.files import preset_files
+from common.files import preset_files, read_text_file, replace_file
 from common.models.adapters.adapters import Adapters
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
+from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
-from common.store.directories import DirectoryLock
 from fuyou.config import EngineConfig
 
-FOLDER = "base"  # Folder inside the output directory with the language model as a classifier, before training
+_TEMPLATE_BYTES = 4 << 20  # Largest file of a chat template
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ChatTemplate:
     def write(self, directory: Path) -> None:
         """Put it into a directory that has the model's."""
         if self.text is not None:
-            (directory / CHAT_TEMPLATE).write_text(self.text)
+            replace_file(directory / CHAT_TEMPLATE, self.text)
 
 
 def chat_template_named(name: str) -> str:
@@ -57,7 +57,7 @@ def chat_template_named(name: str) -> str:
         return presets[name].read_text()
     file = Path(name).expanduser()
     try:
-        return file.read_text()
+        return read_text_file(file, _TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--chat-template {name} is none of {', '.join(sorted(presets))}, nor a file that can be read "
@@ -73,7 +73,6 @@ class ModelChoice:
     objective: str
     requested_seq_len: int | None
     template: ChatTemplate
-    output: Path
     seed: int
     base: Path | None = None  # Directory with the model that has a new head
 
@@ -119,18 +118,24 @@ class ModelChoice:
         """See whether the objective can train its head, or a new one can be had in its place."""
         task, objective = self.task_type, self.objective
         if task is TaskType.SEQUENCE_CLASSIFICATION and OBJECTIVES[objective].classifies:
+            problem = getattr(self.config, "problem_type", None)
+            if problem not in (None, "single_label_classification"):
+                raise UserError(
+                    f"{self.name} has problem_type {problem!r} in its config.json, and --objective {objective} trains "
+                    "classes that exclude each other: train it with fuyou.Engine and a loss of your own."
+                )
             is_reward = self.config.num_labels == 1
             if is_reward is not (objective == "reward"):
                 kind = "a reward model" if is_reward else f"a classifier of {self.config.num_labels} classes"
                 other = "reward" if is_reward else "classify"
                 raise UserError(f"{self.name} is {kind}: give --objective {other}, or the language model.")
         elif not task.generates:
+            trained = "sequence classifiers" if OBJECTIVES[objective].classifies else "models that write text"
             instead = "use fuyou.Engine, whose batches take its labels."
             if task is TaskType.SEQUENCE_CLASSIFICATION:
-                instead = "add --objective classify or reward."
-            raise UserError(
-                f"{self.name} is {task.value}, and --objective {objective} trains models that write text: {instead}"
-            )
+                instead = f"give --objective {'reward' if self.config.num_labels == 1 else 'classify'}."
+            raise UserError(f"{self.name} is {task.value}, and --objective {objective} trains {trained}: {instead}")
+        _ = self.to_plan  # refuses what can have no new head
 
     def check_weights(self, model: PreTrainedModel) -> None:
         """See whether the checkpoint has the weights of the model."""
@@ -149,29 +154,45 @@ class ModelChoice:
             if not any(any(self.checkpoint.glob(pattern)) for pattern in patterns):
                 raise OSError("no tokenizer.json, vocabulary or *.model file")
             tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True, trust_remote_code=False)
+            tokenizer("a")  # which reads settings whose types nobody has checked
         except Exception as error:  # each tokenizer class fails in its own way
             raise UserError(
-                f"{self.checkpoint} has no tokenizer that transformers can load, and --data needs one: {error}"
+                f"{self.checkpoint} has no tokenizer that transformers can load, and --data needs one ({error}): copy "
+                "there the tokenizer files that come with the model."
             ) from error
         tokenizer.chat_template = self.template.of(tokenizer)
         return tokenizer
 
-    def with_head(self, classes: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> "ModelChoice":
-        """Return the model with a new head, written to the output directory."""
+    def with_head(self, classes: Sequence[str], tokenizer: PreTrainedTokenizerBase, outputs: Outputs) -> "ModelChoice":
+        """Return the model with a new head, which the run writes before it trains."""
         assert self.checkpoint is not None
-        known = self.config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
+        known = self.config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
         pad = next((int(token) for token in known if token is not None), 0)
-        new = classifier_config(self.config, classes, pad)
-        with DirectoryLock([self.output], patience=math.inf):  # of several ranks on a machine, the first one makes it
-            base = write_with_new_head(self.checkpoint, new, self.output / FOLDER, self.seed)
-            self.template.write(base)
+        new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
+        is_there = outputs.is_whole(BASE) and (base / "config.json").read_text() == new.to_json_string(use_diff=True)
+        if not is_there:  # of several ranks, the first one has written it before the others come here
+            folder = outputs.prepare(BASE)
+            write_with_new_head(self.checkpoint, new, folder, self.seed)
+            self.template.write(folder)
+            outputs.put(BASE)
         return replace(self, base=base)
 
 
 def trainable_parameters(engine: EngineConfig, model: PreTrainedModel) -> int:
-    """Count the numbers that are trained once ``model`` has its adapters. It is on the meta device, and is changed."""
+    """Count the numbers that a run trains of ``model``, which is on the meta device, and is changed: its adapters, or
+    all of it but frozen towers."""
     config = copy.deepcopy(engine.adapters)
-    assert config is not None
-    engine.towers.without_adapters(config, model)
+    if config is None:
+        frozen = {id(model.get_parameter(name)) for name in engine.towers.frozen(model)}
+        return sum(value.numel() for value in model.parameters() if id(value) not in frozen)
+    if engine.saved_adapter is None:  # whose configuration says what it adapts
+        engine.towers.apply(config, model)
     names = Adapters(model, config, engine.seed, draw=False, saved=engine.saved_adapter).trainable_names
     return sum(model.get_parameter(name).numel() for name in names)
+
+
+def trained_share(engine: EngineConfig, config: PreTrainedConfig) -> float:
+    """Return the number of parameters that a run trains, over that of the model before: at most 1."""
+    model = build_meta_model(config)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return min(1.0, trainable_parameters(engine, model) / whole)

@@ -3,23 +3,27 @@
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 from cli.job.data import RANDOM_TOKENS, DataSource
+from cli.job.inputs import check_apart
 from cli.job.job import Job
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate, ModelChoice, trainable_parameters
+from cli.job.outputs import Outputs, check_outside
 from cli.job.resumed import EarlierRun, fixed_options
 from cli.job.strategy import check_strategy
+from cli.job.throughput import gpu_or_plan
 from cli.options.all_options import ClusterSettings, OutputSettings
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data.images import ImageBatches
 from common.data.selection import RecordSelection
 from common.errors import UserError
-from common.hardware.machine import pick_gpu, torch_name
-from common.models.adapters.options import CONFIG
+from common.files import make_directory
+from common.hardware.machine import torch_name
 from common.models.meta_model import build_meta_model
 from common.store.directories import usable_directories
 from common.units import format_bytes
@@ -30,8 +34,14 @@ from fuyou.model.family import family_of
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
 
-def resolve(settings: Settings) -> Job:
-    """Check the settings and open what the run needs; data that were not tokenized before are tokenized here."""
+def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_restart: bool = False) -> Job:
+    """Check the settings and open what the run needs; data that were not tokenized before are tokenized here.
+
+    Args:
+        settings: of the run.
+        claim: makes the output directory that of the run, once it was checked; None: others have done that.
+        is_restart: whether this is the same run again, as a rank was lost.
+    """
     # The options, and the run that they continue.
     engine, output = settings.engine, settings.output_directory
     if settings.steps is not None:
@@ -42,14 +52,15 @@ def resolve(settings: Settings) -> Job:
     template = ChatTemplate.named(settings.chat_template, earlier.day(settings.resume))
 
     # The machine.
-    gpu = pick_gpu(settings.gpu)
+    gpu = gpu_or_plan(settings.gpu, settings.arguments, settings.drives)
     device = torch_name(gpu)
     if engine.dtype == AUTO:
         engine = engine.with_options(dtype=(settings.resume and earlier.dtype) or fastest_dtype(device))
 
     # The model and the data, looked up.
     choice, source = _named(settings, template)
-    ssd = _directories(settings, choice.checkpoint)
+    ssd = _directories(settings, bool(settings.resume) or is_restart)
+    outputs = Outputs.read(output) if claim is None else claim()
     planned = PlannedRun(
         choice.to_plan,
         settings.batch_size * settings.traits.rows,
@@ -66,8 +77,8 @@ def resolve(settings: Settings) -> Job:
     # The model and the data, opened.
     tokenizer = None if source.is_random else choice.load_tokenizer()
     if tokenizer is not None and choice.lacks_head:
-        choice = choice.with_head(source.class_names(), tokenizer)
-    model = build_meta_model(choice.config)
+        choice = choice.with_head(source.class_names(), tokenizer, outputs)
+    model = build_meta_model(choice.config, checkpoint=choice.checkpoint)
     if not settings.resume:  # whose weights are on the drives
         choice.check_weights(model)
     family, held_out = family_of(model), None
@@ -129,6 +140,7 @@ def resolve(settings: Settings) -> Job:
         planned=planned,
         in_memory=settings.in_memory,
         output=output,
+        outputs=outputs,
         ssd=ssd,
         run_name=settings.store_name,
         is_there=earlier.commit is not None,
@@ -147,7 +159,7 @@ def resolve(settings: Settings) -> Job:
 def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, DataSource]:
     """Return the model and the data that the options name, which are there."""
     objective, output = settings.objective, settings.output_directory
-    choice = ModelChoice(settings.model, objective, settings.seq_len, template, output, settings.seed)
+    choice = ModelChoice(settings.model, objective, settings.seq_len, template, settings.seed)
     choice.check_head()
     return choice, DataSource(
         sets=settings.data_sets,
@@ -164,25 +176,20 @@ def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, Dat
     )
 
 
-def _directories(settings: Settings, checkpoint: Path | None) -> tuple[Path, ...]:
+def _directories(settings: Settings, resumes: bool) -> tuple[Path, ...]:
     """Make the output directory, and return the drives' directories."""
     output = settings.output_directory
-    for what, source in (("checkpoint", checkpoint), ("--adapter", settings.adapter)):
-        if source is not None and source.expanduser().resolve() == output.resolve():
-            raise UserError(f"--output {output} is the {what} that is to be read: give another directory.")
+    check_apart(settings, output, () if resumes else settings.drives, resumes=resumes)
+    if not resumes:
+        check_outside(output)
     _make_directory("--output", output)
-    result, what = (CONFIG, "adapters") if settings.trains_adapters else ("config.json", "a checkpoint")
-    if settings.save and (output / result).exists() and not (settings.resume or settings.overwrite):
-        raise UserError(
-            f"{output} holds {what} already: give another --output, or add --overwrite to replace it "
-            "(or --resume to continue the run that made it)."
-        )
+    Outputs.read(output).check_for(settings, resumes=resumes)
     return tuple(usable_directories(settings.drives)) if settings.ssd else (output,)
 
 
 def _make_directory(option: str, path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
     except OSError as error:
         raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -217,17 +224,15 @@ def check_start(settings: Settings, ranks_per_node: int) -> None:
     if settings.batch_size < ranks:
         raise UserError(
             f"--batch-size {settings.batch_size} is less than one sequence for each of {ranks} ranks "
-            f"({settings.nodes} x {ranks_per_node})."
+            f"({settings.nodes} x {ranks_per_node}): give --batch-size {ranks} or more."
         )
     check_strategy(settings, ranks_per_node)
     earlier = EarlierRun.of(settings)
-    choice, _ = _named(settings, ChatTemplate.named(settings.chat_template, earlier.day(settings.resume)))
-    ssd = _directories(settings, choice.checkpoint)
+    _named(settings, ChatTemplate.named(settings.chat_template, earlier.day(settings.resume)))
+    ssd = _directories(settings, bool(settings.resume))
     commits, has_commit = ssd[0] / settings.store_name, earlier.commit is not None
     if has_commit and not (settings.resume or settings.overwrite):
         raise UserError(
             f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "
             "another --output."
         )
-    if settings.resume and not has_commit and not settings.ssd:  # with --ssd, the ranks find which node lacks what
-        raise UserError(f"--resume: there is no commit in {commits}. Leave it out to begin.")

@@ -10,16 +10,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import click
+
 from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
+from cli.job.outputs import RESULT, Outputs
 from cli.options.command import parse_command_line
-from cli.options.config_file import REMOVED, options_in_files
-from cli.options.settings import COMMITS, CONFIG, RUN, Settings
+from cli.options.config_file import REMOVED, options_in_files, plain_options
+from cli.options.run_record import (
+    COMMITS,
+    OPTIONS,
+    OUTPUT,
+    RunRecord,
+    newest_in_memory,
+    replaced_stores,
+    store_places,
+)
+from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import SavedAdapter, load_peft_config
+from common.models.checkpoint.export import companion_digests, digest_of
+from common.models.generation import FILE as GENERATION
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
+from common.store.folders import remove_uncommitted, run_places, uncommitted_directories
 from common.units import counted
-from fuyou.checkpoint.run_files import run_places
+from fuyou.checkpoint.commits import CLUSTER
 from fuyou.layout.record import DTYPES
 
 
@@ -45,15 +60,73 @@ _BY_CONTENT = {
 }
 
 
-def decided(settings: Settings) -> Settings:
-    """Return settings in which ``--resume auto`` has become ``--resume``, or nothing where there is no run."""
+# Keys of what the files of a result are made of besides weights: files of the model by name, and what options name.
+_FILES, _OF_ADAPTER, _OF_TEMPLATE = "files of the model", "--adapter", "--chat-template"
+
+
+def files_of_result(job: Job) -> dict[str, str]:
+    """Return a hash of each file besides weights that goes into what the job writes, as it is now."""
+    files = {} if job.checkpoint is None else companion_digests(job.checkpoint)
+    saved = job.engine.saved_adapter
+    if saved is not None and (file := saved.directory / GENERATION).is_file():
+        files[_OF_ADAPTER] = digest_of(file)
+    if job.template.text is not None:
+        files[_OF_TEMPLATE] = hashlib.sha256(job.template.text.encode()).hexdigest()[:32]
+    return files
+
+
+def check_files(job: Job, run: TrainedModel) -> None:
+    """Refuse to write a result with other files besides weights than the run began with."""
+    _check_same_files(job, run.user_state["run"][_FILES], files_of_result(job))
+
+
+def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) == now.get(name):
+            continue
+        file, option = f"{job.checkpoint}/{name}", "--model"
+        if name == _OF_TEMPLATE:
+            file, option = "the chat template", _OF_TEMPLATE
+        elif name == _OF_ADAPTER:
+            assert job.engine.saved_adapter is not None
+            file, option = f"{job.engine.saved_adapter.directory / GENERATION}", _OF_ADAPTER
+        how = "has changed" if name in before and name in now else "is gone" if name in before else "was added"
+        raise UserError(
+            f"{file} {how} since this run began, and would be part of its result: undo that, or give {option} with "
+            "what the run began with and --resume, or begin a new run in another --output."
+        )
+
+
+def decided(settings: Settings, checks: bool = True) -> Settings:
+    """Return settings in which ``--resume auto`` has become ``--resume``, or nothing where there is no run.
+
+    It ``checks`` that no run is lost, unless the launcher has done so. What a run leaves that was killed while it
+    filled its store is removed.
+
+    Raises:
+        click.exceptions.Exit: the run is finished, which is printed.
+        UserError: there is a run that would not be continued, or nothing that could be.
+    """
+    if settings.overwrite:
+        if checks:
+            EarlierRun.of(settings).check_replaced()
+        return settings
+    resumed = replace(settings, resume=True)  # with the name that the run's store has
+    earlier = EarlierRun.of(resumed)
+    if checks and settings.show_data is None:
+        if settings.resume == "auto" and earlier.is_finished(settings):
+            print(f"finished after step {earlier.ended_after:,}: {settings.output_directory}", flush=True)
+            raise click.exceptions.Exit(0)
+        earlier.check_start(settings)
     if settings.resume != "auto":
         return settings
-    resumed = replace(settings, resume=True)
-    if EarlierRun.of(resumed).commit is not None:
+    if earlier.commit is not None:
         return resumed
     context = parse_command_line(settings.arguments)  # without the options of a run that is gone
-    return Settings.of_options({**context.params, "resume": False}, settings.arguments, context=context)
+    # Ranks in memory may have been killed after their first checkpoint and before their first commit.
+    begins_again = earlier.record is not None and earlier.waits_for_commit(earlier.record)
+    options = {**context.params, "resume": False, "overwrite": begins_again}
+    return Settings.of_options(options, settings.arguments, context=context)
 
 
 @dataclass(frozen=True)
@@ -69,6 +142,16 @@ class EarlierRun:
         return cls(settings.output_directory, settings.stores, settings.in_memory)
 
     @cached_property
+    def record(self) -> RunRecord | None:
+        """What ``<output>/run`` says of it; None if there is no sign of a run."""
+        return RunRecord.read(self.output)
+
+    @property
+    def ended_after(self) -> int | None:
+        """Step after which it was done; None: it was not, as far as is known."""
+        return None if self.record is None else self.record.ended_after
+
+    @cached_property
     def commit(self) -> Mapping[str, Any] | None:
         """Its newest commit, as the manifest has it; None if there is none.
 
@@ -76,53 +159,182 @@ class EarlierRun:
         this node's.
         """
         if self.in_memory:
-            from fcdp.checkpoint import ShardedCheckpoints
-
-            commits = ShardedCheckpoints(self.output / COMMITS)
             with contextlib.suppress(FinetuneError, OSError):
-                newest = commits.newest()
-                return None if newest is None else commits.describe(newest)
+                return newest_in_memory(self.output / COMMITS)
             return {}
         for place in run_places(self.stores):
             try:
                 content = load_manifest(place)
             except (FinetuneError, OSError):
                 return {}
-            if content is not None:
+            if content is not None and not self._is_begun(content):
                 return content
         return None
+
+    def _is_begun(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a rank's commit is that of a store that was just filled: other ranks may have none yet."""
+        return CLUSTER in content and content.get("step") == 0 and not content.get("user") and self.record is None
+
+    @property
+    def user_state(self) -> Mapping[str, Any]:
+        """The user state of its newest commit; empty if there is none."""
+        state = (self.commit or {}).get("user")
+        return state if isinstance(state, dict) else {}
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options that it began with and must keep, by name; empty if they are not known."""
+        options = self.user_state.get("run")
+        return options if isinstance(options, dict) else {}
 
     @property
     def dtype(self) -> str | None:
         """What it computes in, if that is known."""
         names, commit = {str(dtype): name for name, dtype in DTYPES.items()}, self.commit or {}
-        return commit.get("--dtype") or names.get(str(commit.get("dtype")))
+        dtype = commit.get("--dtype") or names.get(str(commit.get("dtype")))
+        return dtype if dtype in DTYPES else None
 
     def day(self, resume: bool) -> date:
         """Return the day that chat templates write: the run's first, so that resumed runs see the same data."""
-        run = (self.commit or {}).get("user", {}).get("run", {}) if resume else {}
-        return date.fromisoformat(run[TEMPLATE_DATE]) if TEMPLATE_DATE in run else date.today()
+        with contextlib.suppress(ValueError, TypeError):
+            if resume and TEMPLATE_DATE in self.options:
+                return date.fromisoformat(self.options[TEMPLATE_DATE])
+        return date.today()
+
+    def is_finished(self, settings: Settings) -> bool:
+        """Return whether it was done, its result is there as it was written, and no changed option asks for more."""
+        has_result = not settings.save or Outputs.read(self.output).is_whole(RESULT)
+        # The files in the output may be older than the commits, or newer. A store may be deleted when a run is done.
+        is_last = (self.commit or {}).get("step", self.ended_after) == self.ended_after
+        return self.ended_after is not None and has_result and is_last and not settings.changes
+
+    def check_start(self, settings: Settings) -> None:
+        """Refuse what would lose this run, or cannot continue it; remove a store that was never filled.
+
+        Raises:
+            UserError: says where the run is or was, and what to type.
+        """
+        record, continues = self.record, settings.resume is True
+        is_on_nodes = settings.nodes is not None and bool(settings.ssd)
+        if self.commit is not None:
+            if not settings.resume and record is not None and record.ended_after is None:
+                raise UserError(
+                    f"{self.output} holds a run already, which is not finished: add --resume to continue it, or "
+                    "--overwrite to replace it."
+                )
+            if settings.resume and record is not None and self._is_in_part(record):
+                raise UserError(self._where_it_was(record, settings))
+            if settings.resume and record is not None and self._is_of_another_run(record):
+                places, here = ", ".join(place.path for place in record.places), ", ".join(map(str, self.stores))
+                raise UserError(
+                    f"The run in {self.output} has its store in {places}, and {here} holds the store of another run, "
+                    "whose output this was before. Correct --ssd, or give another --output."
+                )
+            step, seen = self.commit.get("step", 0), 0 if record is None else record.last_step
+            is_older = isinstance(step, int) and seen < step  # the manifest may have been edited
+            if settings.resume and is_older and (other := self._other_output()) is not None:
+                raise UserError(
+                    f"The run was continued to step {step:,} in {other}, and {self.output} is a copy of that as it was "
+                    f"at step {seen:,}: give --output {other}. To continue it here, move {other} elsewhere before."
+                )
+        elif continues and is_on_nodes:
+            pass  # the ranks find which node lacks what
+        elif record is not None and not self.waits_for_commit(record):
+            if settings.resume or record.ended_after is None:
+                raise UserError(self._where_it_was(record, settings))
+        elif continues:
+            raise UserError(self._nothing_to_continue())
+        elif is_on_nodes:
+            uncommitted_directories(self.stores)  # which the ranks replace
+        elif not self.in_memory:
+            remove_uncommitted(self.stores)
+
+    def check_replaced(self) -> None:
+        """Refuse to replace the store of a run that is continued in another output.
+
+        Raises:
+            UserError: names that output.
+        """
+        if self.commit is not None and (other := self._other_output()) is not None:
+            where = ", ".join(map(str, self.stores))
+            raise UserError(
+                f"{where} is the store of the run in {other}, and would be replaced: give another --output, or "
+                f"another --ssd. If {other} is not needed, remove it before."
+            )
+
+    def _other_output(self) -> Path | None:
+        """Return the output in which the newest commit was made, if it is another one, and has this very store."""
+        name = self.user_state.get(OUTPUT)
+        if not isinstance(name, str) or Path(name).resolve() == self.output.resolve():
+            return None
+        with contextlib.suppress(OSError):
+            if self.output.samefile(name):  # mounted twice
+                return None
+        record = RunRecord.read(Path(name))
+        here = {Path(directory.path).resolve() for directory in store_places(self.stores)}
+        there = {Path(directory.path).resolve() for directory in record.places} if record is not None else set()
+        return Path(name) if here & there else None
+
+    def _is_in_part(self, record: RunRecord) -> bool:
+        """Return whether directories of a store are gone of which others are where they should be."""
+        visible = {(place.store, place.index) for place in store_places(self.stores)}
+        stores = {store for store, _ in visible}
+        hidden = [place for place in record.places if (place.store, place.index) not in visible]
+        return any(place.store in stores and not place.is_there() for place in hidden)
+
+    def _is_of_another_run(self, record: RunRecord) -> bool:
+        """Return whether the stores that are there are neither those of the run in the output, nor their successors."""
+        known = {place.store for place in record.places}
+        visible = {place.store for place in store_places(self.stores)}
+        return bool(known and visible) and not known & (visible | replaced_stores(self.stores))
+
+    def waits_for_commit(self, record: RunRecord) -> bool:
+        """Return whether it trained in memory, and was killed before its first commit: nothing is lost."""
+        return self.in_memory and bool(record.places) and all(place.is_there() for place in record.places)
+
+    def _nothing_to_continue(self) -> str:
+        where = ", ".join(str(folder) for folder in self.stores)
+        why = ""
+        if not self.in_memory and uncommitted_directories(self.stores):
+            why = " It was killed before its weights were written."
+        return (
+            f"--resume: no step was committed in {where}.{why} Leave --resume out to begin, or use --resume auto, "
+            "which resumes a run if there is one and starts one otherwise."
+        )
+
+    def _where_it_was(self, record: RunRecord, settings: Settings) -> str:
+        """Return where a run is or was of which nothing is committed where it should be, and what to do."""
+        begin_again = "add --overwrite" + (" in place of --resume" if settings.resume else "")
+        of_steps = "" if record.steps is None else f" of {record.steps:,}"
+        state = f"has begun (step {record.last_step:,}{of_steps})"
+        if record.ended_after is not None:
+            state = f"is finished (step {record.ended_after:,})"
+        if record.ended_after is not None and settings.save:
+            state += "".join(f"; {fault.removesuffix('.')}" for fault in Outputs.read(self.output).faults(RESULT)[:3])
+        paths = ", ".join(place.path for place in record.places)
+        missing = ", ".join(place.path for place in record.places if not place.is_there())
+        looked = ", ".join(str(folder) for folder in self.stores)
+        if not paths:
+            where = f"no commit of it is in {looked}. Name its drives with --ssd"
+        elif missing:
+            where = f"its store is not where it was: {missing}. Mount that drive, or name with --ssd where it is now"
+        elif {place.path for place in record.places} <= {str(path.absolute()) for path in run_places(self.stores)}:
+            where = f"its store in {paths} has no commit any more. If it moved to other drives, name these with --ssd"
+        else:
+            where = (
+                f"its store is in {paths}, and not in {looked}. Correct --ssd, or name what it is to leave: --leave-ssd"
+            )
+        return (
+            f"The run in {self.output} {state}, and {where}. To give it up and begin at step 1, {begin_again}; to keep "
+            "it and begin another run, give another --output."
+        )
 
     def check(self, fixed: Mapping[str, Any]) -> None:
-        """Refuse to continue where nothing was committed, or where it was with other ``fixed`` options.
+        """Refuse to continue with other ``fixed`` options.
 
         What depends on the data is compared when they are there (:func:`check_same_run`).
         """
-        before = (self.commit or {}).get("user", {}).get("run")
-        if isinstance(before, dict):
-            _check_same(before, fixed)
-        if self.commit is None and not any(place.exists() for place in run_places(self.stores)):
-            where = ", ".join(str(folder) for folder in self.stores)
-            raise UserError(
-                f"--resume: no step was committed in {where}. Leave --resume out to begin, "
-                "or use --resume auto, which resumes a run if there is one and starts one otherwise."
-            )
-
-
-def forget_earlier_run(job: Job) -> None:
-    """Remove the options of an earlier run before a new one replaces it, which would take them for its own."""
-    if not job.resume and (job.overwrite or not job.is_there):
-        (job.output / RUN / CONFIG).unlink(missing_ok=True)
+        _check_same(self.options, fixed)
 
 
 def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) -> None:
@@ -136,16 +348,28 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
     now["--steps"] = None if rate.schedule == "constant" else rate.total
     if job.tokenizer is not None:
         now[TEMPLATE_DATE] = str(job.template.day)
+    now[_FILES] = files_of_result(job)
+    run.user_state[OUTPUT] = str(job.output.resolve())
     before: dict[str, Any] | None = run.user_state.get("run")
     if before is None:
-        run.user_state["run"] = now
+        run.user_state.update({"run": now, OPTIONS: plain_options(job.configuration)})
         return
+    if not (isinstance(before, dict) and isinstance(before.get(_FILES, {}), dict)):
+        raise UserError(
+            f"--resume: the options that this run began with are damaged ({before!r:.80}). Continue from a copy of its "
+            "store, or begin again with --overwrite."
+        )
+    _check_same_files(job, before.setdefault(_FILES, now[_FILES]), now[_FILES])
     is_extended = _is_extended(job, run, before)
     _check_same(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
     if run.step_count > job.steps:
-        raise UserError(f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}.")
+        raise UserError(
+            f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}. Give --steps "
+            f"{run.step_count} or more; for the result as it is, finetune export --output {job.output}."
+        )
     if is_extended:
         run.user_state["run"] = now
+    run.user_state[OPTIONS] = plain_options(job.configuration)  # committed with the next step
 
 
 def _is_extended(job: Job, run: TrainedModel, before: Mapping[str, Any]) -> bool:
@@ -181,7 +405,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if REMOVED.get(name[2:]) == before[name]:
             continue
         raise UserError(
-            f"--resume: this run began with {name} {before[name]}, which this version does not have. Begin a new run."
+            f"--resume: this run began with {name} {before[name]}, which this version does not have. Continue it with "
+            "the version that began it, or begin a new run in another --output."
         )
     # What files hold may differ because of another option: that is named first.
     for option in sorted(options, key=lambda option: option.opts[0] in _BY_CONTENT):

@@ -45,7 +45,7 @@ class OutputSettings:
     """Steps between checkpoints in <output>/checkpoints/step-N; with evaluations, checkpoints/best is the best."""
     keep: int = option(2, "K", POSITIVE, needs="save_every")
     """How many checkpoints of --save-every to keep."""
-    export: bool = option(False, excludes="save", of_call=True, commands=Command.TRAIN, hidden=True, needs="resume")
+    export: bool = option(False, excludes="save", of_call=True, hidden=True, needs="resume")
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
@@ -88,7 +88,7 @@ class DataSettings:
     chat_template: str | None = option(None, "NAME|FILE", commands=Command.RUN | Command.EVALUATE)
     """Chat template instead of the tokenizer's, saved with the result: alpaca, chatml, gemma, llama-3, mistral,
     zephyr, or a Jinja file."""
-    show_data: int | None = option(None, "N", POSITIVE, of_call=True, commands=Command.TRAIN, needs="data")
+    show_data: int | None = option(None, "N", POSITIVE, of_call=True, needs="data")
     """Train nothing: print N rows as the model sees them, with what carries loss in color."""
     seq_len: int | None = option(None, "N", TokenCount(min=2), commands=Command.SHAPE)
     """Tokens per sequence, also as 64K or 1M. Default: 1024, or the model's context if that is shorter."""
@@ -119,7 +119,7 @@ class MemorySettings:
 
     gpu: str = option("auto", "auto|cpu|NAME|INDEX|FILE", presets="gpus", commands=Command.SHAPE)
     """Device to train on. In plans also a GPU's .toml file, in the form of configs/gpus."""
-    train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL)
+    train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL, excludes="adapter")
     """Also train the projector of a vision-language model, or all that turns images into tokens. Default: neither."""
 
 
@@ -132,11 +132,11 @@ class ClusterSettings:
     on each."""
     gpus_per_node: int | None = option(None, "M", POSITIVE, commands=Command.STEP, may_differ=True)
     """Ranks per machine. Default: its GPUs; 1 with --gpu cpu."""
-    rdzv_endpoint: str | None = option(None, "HOST:PORT", commands=Command.TRAIN | Command.PROFILE, may_differ=True)
+    rdzv_endpoint: str | None = option(None, "HOST:PORT", commands=Command.STEP, may_differ=True)
     """Rendezvous: one of the nodes, and a free port there. Default: from srun or MASTER_ADDR."""
-    node_timeout: int = option(1800, "SECONDS", POSITIVE, commands=Command.TRAIN | Command.PROFILE, may_differ=True)
+    node_timeout: int = option(1800, "SECONDS", POSITIVE, commands=Command.STEP, may_differ=True)
     """How long to wait for a node that does not come, and in a collective for a rank that does not answer."""
-    max_restarts: int = option(3, "N", COUNT, commands=Command.TRAIN | Command.PROFILE)
+    max_restarts: int = option(3, "N", COUNT, commands=Command.STEP)
     """How often to restart from the last commit after a rank is lost."""
     # Which strategies there are is checked where they are known: that takes long to import.
     strategy: str | None = option(None, "NAME|P/G/OS")
@@ -217,6 +217,14 @@ class PlanningSettings:
     """Plan for several nodes with SSDs: what each sends, 25Gbit/s."""
     max_model: bool = option(False, commands=Command.PLAN, excludes="model nodes")
     """Plan the largest preset that fits."""
+    compare: Path | None = option(
+        None,
+        "FILE",
+        commands=Command.PLAN,
+        excludes="gpu drive ssds ssd host_memory device_memory nodes gpus_per_node network max_model cluster levels "
+        "html trace",
+    )
+    """Plan for each machine of a .toml file, with prices, in one table (examples/machines.toml)."""
     cluster: str | None = option(None, "PRESET|FILE|auto", presets="clusters")
     """Hardware to plan for, or to choose a strategy for: a preset, or a profile's file. Default in a run: auto,
     measured once per --output."""
@@ -252,13 +260,12 @@ class EngineSettings(EngineOptions):
         patterns=True,
         of_call=True,
         may_differ=True,
-        commands=Command.TRAIN,
         heading="Memory",
         needs="ssd",
     )
     """With --resume: drives to remove from the run. Its records move to those of --ssd."""
     commit_every: int | None = option(  # type: ignore[assignment]
-        None, "N", POSITIVE, commands=Command.STEP, heading="Output"
+        None, "N", POSITIVE, heading="Output"
     )
     """Steps between commits: a crash loses at most this many steps. Default: 1; 100 with --nodes in memory."""
     resume: Any = option(  # a bool, or "auto" until it is decided
@@ -274,7 +281,7 @@ class EngineSettings(EngineOptions):
     """Continue from the last committed step. --resume auto starts a run if there is none."""
     overwrite: bool = option(
         False,
-        commands=Command.TRAIN | Command.EXPORT | Command.DEMO,
+        commands=Command.RUN | Command.EXPORT,
         excludes="resume",
         of_call=True,
         may_differ=True,
@@ -283,9 +290,9 @@ class EngineSettings(EngineOptions):
     """Replace the run that is in --output and --ssd."""
     lr: float | None = option(None, "X", NOT_NEGATIVE, heading="Training")  # type: ignore[assignment]
     """Highest learning rate. Default: 1e-5; 2e-4 for adapters (dpo: 1e-5)."""
-    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, commands=Command.STEP, heading="Training")
+    max_grad_norm: float = option(0.0, "X", NOT_NEGATIVE, heading="Training")
     """Scale gradients down to this global norm. 0: never."""
-    seed: int = option(0, "N", COUNT, commands=Command.MODEL, fixed=True, heading="Training")
+    seed: int = option(0, "N", COUNT, fixed=True, heading="Training")
     """Seed of the data's order, and of random weights and tokens."""
 
 

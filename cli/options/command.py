@@ -37,7 +37,7 @@ EXAMPLES = {
     "Most used": "finetune --model ~/Llama-3-8B --data chats.jsonl --lora-rank 16 --output adapters",
     "Model": "finetune --model gpt3-13b --data random --steps 5 --no-save   # throughput on random tokens",
     "Data": "finetune --model ~/Llama-3-8B --data books/ notes.txt --seq-len 4096 --eval-data held-out.jsonl",
-    "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --data random --host-memory 200GiB",
+    "Memory": "finetune --gpu 4090 --ssd /mnt/nvme* --model gpt3-175b --host-memory 200GiB",
     "Cluster": "finetune --nodes 4 --rdzv-endpoint node0:29400 --model /shared/Llama-3-8B --data chats.jsonl\n"
     "srun --nodes 4 --ntasks-per-node 1 finetune --nodes 4 --model /shared/Llama-3-8B --data chats.jsonl\n"
     "finetune --nodes 1 --gpus-per-node 2 --model ~/Llama-3-8B --data chats.jsonl\n"

@@ -18,7 +18,8 @@ import click
 from cli.options.all_options import HEADINGS, AllOptions
 from cli.options.option import WRITTEN, GroupedOption, split_weight
 from common.errors import UserError, did_you_mean
-from common.options import option_fields
+from common.files import read_text_file
+from common.options import declaration_of, option_fields
 
 _WIDTH = 116
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # Numbers that TOML and the command line write alike
@@ -70,7 +71,7 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
         return file
     path = file.expanduser()
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(read_text_file(path))
     except OSError as error:
         raise UserError(f"--config {file}: cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -85,13 +86,28 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     return file
 
 
+def options_in_text(where: str, text: str, ctx: click.Context) -> dict[str, Any]:
+    """Return the options in ``text``, as :func:`plain_options` returned it, by name."""
+    try:
+        return dict(_read(where, tomllib.loads(text), options_in_files(ctx)))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} are damaged: {error}") from error
+
+
+def plain_options(config: str) -> str:
+    """Return what :func:`effective_config` returned without its headings and comments."""
+    return "".join(f"{line}\n" for line in config.splitlines() if line[:1] not in ("", "#", "["))
+
+
 def options_in_files(ctx: click.Context) -> list[GroupedOption]:
     options = [option for option in ctx.command.params if isinstance(option, GroupedOption)]
     return [option for option in options if option.name != "config"]
 
 
 def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) -> Iterable[tuple[str, Any]]:
-    of_any = {field.name for field in option_fields(AllOptions)} - {"config"}
+    fields = [field for field in option_fields(AllOptions) if field.name != "config"]
+    flags = "/".join(filter(None, (declaration_of(field).flags for field in fields))).split("/")
+    of_any = {field.name for field in fields} | {flag.removeprefix("--").replace("-", "_") for flag in flags}
     by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
     tables = {heading.lower() for heading in HEADINGS}
     entries: list[tuple[str, Any]] = []

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import glob
 import hashlib
-import json
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -18,20 +17,26 @@ import click
 
 from cli.options.all_options import AllOptions
 from cli.options.command import parse_command_line
-from cli.options.config_file import effective_config, option_as_toml, options_in_files
+from cli.options.config_file import effective_config, option_as_toml, options_in_files, options_in_text
 from cli.options.objectives import OBJECTIVES, ObjectiveTraits
 from cli.options.option import WRITTEN, data_sets, naming, split_weight
-from common.errors import UserError
+from cli.options.run_record import (
+    COMMITS,
+    CONFIG,
+    OPTIONS,
+    RUN,
+    STORE,
+    RunRecord,
+    committed_user_state,
+    read_description,
+    replaced_stores,
+    store_places,
+)
+from common.errors import FinetuneError, UserError
 from common.options import declaration_of, option_fields, spelled
 
 if TYPE_CHECKING:
     from fuyou.config import EngineConfig
-
-COMMITS = "commits"  # Folder inside the output directory where a run of several ranks has its commits
-
-RUN, DESCRIPTION, CONFIG = "run", "run.json", "config.toml"
-"""Folder inside the output directory that describes the run, and files in it: one names the run's store, one has all
-options."""
 
 STORE_PREFIX = "fuyou-"  # Beginning of the names of runs' folders on the SSDs
 
@@ -41,10 +46,11 @@ DEFAULT_PROFILE_MODEL = "gpt3-1.3b"
 RANDOM = "random"  # What ``--data`` calls random tokens
 
 # Options that only some runs read.
-_IN_MEMORY = "strategy device_cache_threshold cluster"
-_OF_NODES = f"{_IN_MEMORY} levels gpus_per_node rdzv_endpoint node_timeout max_restarts"
+_IN_MEMORY = "strategy device_cache_threshold cluster levels"
+_OF_NODES = f"{_IN_MEMORY} gpus_per_node rdzv_endpoint node_timeout max_restarts"
 _OUT_OF_CORE = (
-    "ssd drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype trace"
+    "ssd drive_life device_memory host_memory piece_size chunk optimizer io clip_by deterministic frozen_dtype trace "
+    "drive ssds network max_model html"
 )
 
 
@@ -66,19 +72,22 @@ class Settings(AllOptions):
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
         is_plan, traits = self.command == "plan", self.traits
-        if self.nodes is None and not is_plan:
+        if self.nodes is None and not self.in_memory:
             self._refuse(_OF_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
-        if self.in_memory:
-            self._refuse(_OUT_OF_CORE, "is for training out of core: name drives, --ssd, or --drive in a plan")
+        if self.in_memory and is_plan:
+            self._refuse(_OUT_OF_CORE, "is for plans out of core, and --cluster, --levels, or --nodes plans in memory")
+            self._refuse("gpu host_cache", "is not read in the plan of a cluster, whose description says what it has")
+        elif self.in_memory:
+            self._refuse(_OUT_OF_CORE, "is for training out of core: name drives, --ssd")
         elif self.nodes is not None or is_plan:
             self._refuse(_IN_MEMORY, "is for training in memory, without --ssd and --drive")
         if self.in_memory and not is_plan and self.strategy not in (None, "auto"):
             self._refuse("cluster", "is for choosing a strategy: give --strategy auto, or none")
         if "beta" not in traits.options:
             self._refuse("beta", "is for --objective dpo")
-        if traits.outputs and not (self.data or is_plan or self.command == "profile"):
+        if traits.outputs and self.command == "train" and not self.data:
             raise UserError(f"--objective {self.objective} {traits.learns}: give --data with {traits.data}.")
-        if traits.outputs and self.in_memory and not is_plan:
+        if traits.outputs and self.in_memory:
             raise UserError(
                 f"--objective {self.objective} does not go with --nodes in memory: give each node drives, --ssd, or "
                 "write the loop with fuyou.Engine.tokens, which several ranks can call."
@@ -107,7 +116,7 @@ class Settings(AllOptions):
     @property
     def plans_cluster(self) -> bool:
         """Whether it is a plan for a cluster that trains in memory."""
-        return bool(self.cluster or self.levels or (self.nodes and self.drive is None))
+        return bool(self.cluster or self.levels or (self.nodes and not (self.drive or self.ssd)))
 
     @property
     def traits(self) -> ObjectiveTraits:
@@ -239,15 +248,8 @@ class Settings(AllOptions):
         if self.in_memory:
             return COMMITS
         if not self.ssd:
-            return "store"
-        # The same drives serve many runs: a run is named after its output directory, as that was called when it began.
-        output = self.output_directory
-        if self.resume:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-                name = json.loads((output / RUN / DESCRIPTION).read_text())["store"]
-                if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
-                    return name
-        return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
+            return STORE
+        return store_name(self.output_directory, bool(self.resume))
 
     def configuration(self, dtype: str) -> str:
         """Return all options of the run as TOML, with the dtype that was chosen, for another machine."""
@@ -266,6 +268,17 @@ class Settings(AllOptions):
             and (before, word) not in (("--resume", "auto"), ("--resume", "no"))
         ]
         return f"To continue: {shlex.join(['finetune', *words, '--resume'])}"
+
+
+def store_name(output: Path, resume: bool) -> str:
+    """Return the name of the folder that the run of an output directory has on each drive.
+
+    The same drives serve many runs: each is named after its output directory, as that was called when it began.
+    """
+    name = read_description(output).get("store") if resume else None
+    if isinstance(name, str) and name.startswith(STORE_PREFIX) and Path(name).name == name:
+        return name
+    return f"{STORE_PREFIX}{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:6]}"
 
 
 def output_directory(output: Path | None, model: str) -> Path:
@@ -295,13 +308,46 @@ def settings_of(command: str, context: click.Context, arguments: tuple[str, ...]
 
 
 def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[click.Context, tuple[str, ...]]:
-    """Return a command line whose left out options have the run's own values, and what differs, for people."""
-    file = output_directory(context.params["output"], context.params["model"] or "") / RUN / CONFIG
-    if not file.is_file():
-        return context, (f"{file} is missing: options that are left out have their defaults",)
-    stored = parse_command_line(["--config", str(file)])
+    """Return a command line whose left out options have the run's own values, and what differs, for people.
+
+    They are those of the newest commit. Runs of earlier versions have them in a file alone.
+    """
+    output = output_directory(context.params["output"], context.params["model"] or "")
+    stored = _committed_options(context, output)
+    if stored is None:
+        file = output / RUN / CONFIG
+        with contextlib.suppress(OSError):
+            stored = parse_command_line(["--config", str(file)]) if file.stat().st_size else None
+        if stored is None:
+            return context, (f"{file} is missing: options that are left out have their defaults",)
     continued = parse_command_line(arguments, stored.default_map)
     return continued, tuple(_changes(stored, continued))
+
+
+def _committed_options(context: click.Context, output: Path) -> click.Context | None:
+    drives = [Path(word).expanduser() for word in (*context.params["ssd"], *context.params["leave_ssd"])]
+    folders = [drive / store_name(output, resume=True) for drive in drives]
+    inside = [output / STORE, output / COMMITS]
+    record = RunRecord.read(output)
+    if record is not None and record.places:  # other stores are another run's
+        stores = {place.store for place in record.places}
+        # First what the run opens: in a copy of an output, the description names the directories of the original.
+        folders += [folder for folder in inside if _holds_any(folder, stores)]
+        folders += [Path(place.path) for place in record.places if place.is_there()]
+    else:
+        folders += inside
+    text = committed_user_state(folders).get(OPTIONS)
+    if not isinstance(text, str):
+        return None
+    return parse_command_line([], options_in_text(f"the options of the run in {output}", text, context))
+
+
+def _holds_any(folder: Path, stores: Collection[str]) -> bool:
+    """Return whether a folder has a directory of one of these stores, or of a successor."""
+    with contextlib.suppress(FinetuneError, OSError):
+        names = {place.store for place in store_places([folder])} | replaced_stores([folder])
+        return not names.isdisjoint(stores)
+    return False
 
 
 def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:

@@ -7,19 +7,28 @@ import os
 import platform
 import shlex
 import socket
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.settings import CONFIG, DESCRIPTION, RUN
-from cli.report.page import RunPage
+from cli.job.outputs import HISTORY_FILE
+from cli.options.run_record import (
+    CONFIG,
+    DESCRIPTION,
+    ENDED_AFTER,
+    METRICS,
+    OUTPUT,
+    RUN,
+    described_stores,
+    read_description,
+)
+from cli.report.page import EVALUATION, RunPage
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepResult
-from common.files import replace_file
+from common.files import make_directory, replace_file
 from common.hardware.machine import describe_machine
 from common.store.errors import StoreError, described
 
@@ -55,19 +64,15 @@ def _version(name: str) -> str:
         return "-"
 
 
-METRICS = "metrics.jsonl"  # File in the run's directory with every step
-
-
 def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
     """Write the run's configuration and description, with its plan; return its directory.
 
-    If no steps are ``done``, files of an earlier run are replaced.
+    If no steps are ``done``, files of an earlier run are replaced. Both are on the drives when this returns, before the
+    first step is taken: a run whose store cannot be found later is known by them.
     """
-    path, before = job.output / RUN, dict[str, Any]()
-    path.mkdir(exist_ok=True)
-    if done:
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            before = dict(json.loads((path / DESCRIPTION).read_text()))
+    path = job.output / RUN
+    make_directory(path)
+    before = read_description(job.output) if done else {}
     call = {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["finetune", *job.arguments]),
@@ -86,30 +91,40 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
         "seq_len": job.seq_len,
         "plan": plan,
     }
-    calls, run_id = before.get("calls"), str(before.get("id") or uuid.uuid4().hex)  # The id stays when it is resumed
-    description = {"id": run_id, "store": job.run_name, "calls": [*(calls if isinstance(calls, list) else []), call]}
-    for name, text in (
-        (DESCRIPTION, json.dumps(description, indent=2, default=str) + "\n"),
-        (CONFIG, job.configuration),
-    ):
+    calls = before.get("calls")
+    description = {
+        "id": job.outputs.id,
+        "store": job.run_name,
+        OUTPUT: str(job.output.resolve()),
+        **described_stores([folder / job.run_name for folder in job.ssd]),
+        "calls": [*(calls if isinstance(calls, list) else []), call],
+    }
+    takes_steps = done < job.steps and not job.export
+    if not takes_steps and ENDED_AFTER in before:
+        description[ENDED_AFTER] = before[ENDED_AFTER]
+    files = {DESCRIPTION: json.dumps(description, indent=2, default=str) + "\n"}
+    if takes_steps or not (path / CONFIG).is_file():  # options of a call that takes none are not the run's
+        files[CONFIG] = job.configuration
+    for name, text in files.items():
         with described("writing", path / name):
             replace_file(path / name, text)
     return path
 
 
-HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
-
-
 class History:
-    """Appends JSON lines to a file, after removing those of steps after the ``committed`` one; 0 begins a new file."""
+    """Appends JSON lines to a file, after removing those of steps after the ``committed`` one; 0 begins a new file.
+
+    Of each step, its newest line and that of its newest evaluation stay: one on other held-out data replaces another.
+    """
 
     def __init__(self, path: Path, committed: int) -> None:
         lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
-        committed_lines = [line for line in lines if _step(line) <= committed]
+        newest = {(_step(line), EVALUATION in line): line for line in lines if _step(line) <= committed}
         self._path = path
-        self.last_step = _step(committed_lines[-1]) if committed_lines else 0.0
+        self.last_step = max((step for step, _ in newest), default=0.0)
+        self.steps = {step for step, is_evaluation in newest if not is_evaluation}  # that have a line
         with described("writing", path):
-            replace_file(path, "".join(f"{line}\n" for line in committed_lines))
+            replace_file(path, "".join(f"{line}\n" for line in newest.values()))
             self._file = path.open("a")
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
@@ -124,6 +139,20 @@ class History:
         """Close the file."""
         with described("writing", self._path):
             self._file.close()
+
+
+def spans(steps: Iterable[int]) -> str:
+    """Return the ascending ``steps`` in words, the ends of the first few series; empty if there are none."""
+    ends = list[list[int]]()
+    for step in steps:
+        if ends and ends[-1][1] == step - 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    words = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ends]
+    is_single = len(ends) == 1 and ends[0][0] == ends[0][1]
+    more = f" and {len(words) - 5:,} more series" if len(words) > 5 else ""
+    return f"{'step' if is_single else 'steps'} {', '.join(words[:5])}{more}" if ends else ""
 
 
 def _step(line: str) -> float:
@@ -152,6 +181,10 @@ class MetricsLogger:
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, job.log_every)
         self.say = self._progress.say
+        for name, history in ((f"{RUN}/{METRICS}", self._metrics), (HISTORY_FILE, self._losses)):
+            known = history.steps | ({done} if last is not None else set())
+            if missing := spans(step for step in range(1, done + 1) if step not in known):
+                self.say(f"gap      {name} has no lines for {missing}: it is older than the run's store, or damaged")
 
     def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:
         """Log a step with the metrics of what it took, and show it with ``text``."""

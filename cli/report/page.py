@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
+from cli.job.outputs import PAGE
 from cli.report.drawing import Points, busy_bars, chart, memory_bars, page, section, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
@@ -16,14 +17,13 @@ from common.hardware.directory_drive import warranted_bytes
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
-PAGE = "index.html"
 MOST_POINTS = 1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
 RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished run again
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
-_LOSS, _EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
+_LOSS, EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
 _CHARTS: dict[str, dict[str, str]] = {
-    "loss": {"loss": _LOSS, "held out": _EVALUATION},
+    "loss": {"loss": _LOSS, "held out": EVALUATION},
     "router loss": {"router loss": "loss_metrics/aux_loss"},
     **{
         name: {name: metric, "held out": f"validation_metrics/{metric}"}
@@ -62,14 +62,19 @@ class RunPage:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, without those that a crash has cut off."""
-    entries = []
+    """Return the lines of a metrics file, without those that a crash has cut off, or that do not have numbers.
+
+    Of each step, there is its newest line and that of its newest evaluation.
+    """
+    entries: dict[tuple[int, bool], dict[str, Any]] = {}
     for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
         try:
-            entries.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
+            entry = dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError):
             continue
-    return entries
+        if isinstance(entry.get("step"), int) and all(isinstance(each, int | float | None) for each in entry.values()):
+            entries[entry["step"], EVALUATION in entry] = entry
+    return list(entries.values())
 
 
 def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[str, Any]]) -> str:
@@ -118,10 +123,10 @@ def _now(job: Job, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -
     left = (job.steps - newest["step"]) * recent[len(recent) // 2]
     rows = [("time left", format_seconds(left) if left else "done"), ("tokens", format_count(newest["n_tokens_seen"]))]
     rows.append(("rate", f"{newest['throughput(tps)']:,.4g} tokens/s, {newest['tflops']:.3g} TFLOP/s per device"))
-    evaluations = [entry for entry in entries if entry.get(_EVALUATION) is not None]
+    evaluations = [entry for entry in entries if entry.get(EVALUATION) is not None]
     if evaluations:
         last = evaluations[-1]
-        rows.append(("held out", f"{last[_EVALUATION]:.4f} at step {last['step']:,}"))
+        rows.append(("held out", f"{last[EVALUATION]:.4f} at step {last['step']:,}"))
         if (perplexity := last.get("validation_metrics/perplexity")) is not None:
             rows.append(("perplexity", f"{perplexity:.4g}"))
     if "network/sent(GiB)" in newest:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TextIO
 
 from common.activity import Activity, current_activity, watched_by
+from common.errors import printable
 from common.units import format_seconds
 
 
@@ -48,7 +49,7 @@ class Progress:
         self._recent.append(seconds)
         left = (self._total - step) * median(self._recent)  # evaluations and checkpoints delay a few steps
         wait = f", {format_seconds(left)} left" if step < self._total else ""  # first: lines may be cut
-        line = f"step {step}/{self._total}{wait}: {text}"
+        line = f"step {step}/{self._total}{wait}: {printable(text)}"
         if self._redraws:
             _draw(line[: shutil.get_terminal_size().columns - 1])
         elif step % self._every == 0 or step == self._total:
@@ -56,6 +57,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        text = printable(text)
         if self._redraws:
             _draw(f"{text}\n")
         else:
@@ -139,5 +141,6 @@ class Heartbeat:
         self.ended()
 
     def _show(self, text: str) -> None:
+        text = printable(text)
         _draw(text) if self._is_terminal else _write(f"{text}\n")
         self._drawn = self._is_terminal

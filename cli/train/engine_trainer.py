@@ -4,22 +4,28 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from cli.job.job import Job
+from cli.job.outputs import claim
 from cli.job.resolve import resolve
-from cli.job.resumed import check_same_run, forget_earlier_run
+from cli.job.resumed import check_same_run
+from cli.job.throughput import announcement
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
 from cli.train.loop import Trainer, evaluate, train
-from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, objective_of
+from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, is_reference_short, objective_of
 from cli.train.process import Interrupts, Stopped
 from common.activity import activity
 from common.communication import all_gather_object
 from common.data import Batches
-from common.errors import UserError
-from common.store import DirectoryLock
+from common.errors import UserError, printable
+from common.models.adapters.options import AdapterOptions
+from common.models.checkpoint.identity import weights_identity
+from common.models.meta_model import build_meta_model
+from common.scratch import scratch_folder
 from common.units import format_bytes
 from fcdp.strategy.topology import Topology
 from fuyou import Engine, NonFiniteLoss
@@ -156,17 +162,43 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     device.release()
 
 
+def frozen_engine(job: Job, drives: Sequence[Path]) -> Engine:
+    """Return an engine with the weights of a job before training, for forward passes, in other directories."""
+    config = job.engine.with_options(ssd=drives, leave_ssd=(), resume=False)
+    if not job.adapters:  # something has to be trainable, and costs least if it is small
+        parameters = dict(build_meta_model(job.config).named_parameters())
+        smallest = min(parameters, key=lambda name: parameters[name].numel())
+        config = config.with_options(trainable=[smallest])
+    return Engine(job.checkpoint or job.model, config)  # type: ignore[call-arg] # the config has ssd
+
+
+def _extend_reference(job: Job) -> None:
+    """Compute what a run that gets more steps lacks of its reference, with the model as it was before training."""
+    is_of_another = job.traits.needs_reference and not isinstance(job.engine.weights.adapters, AdapterOptions)
+    if not (job.resume and is_of_another and is_reference_short(job, weights_identity(job.checkpoint))):
+        return
+    with contextlib.ExitStack() as stack:
+        drives = [stack.enter_context(scratch_folder(path)) for path in job.ssd]
+        with activity("writing the weights before training to the drives", announced=True):
+            engine = stack.enter_context(frozen_engine(job, drives))
+        engine.disable_dropout()
+        ReferencePass(engine, Ranks(), writes=True).extend(job)
+
+
 def finetune(settings: Settings, interrupts: Interrupts) -> None:
     """Train on one machine, from the settings to a trained model."""
-    with activity("preparing the run: model, memory, data", announced=True):
-        job = resolve(settings)
-    print(job.header(), flush=True)
-    profile_once(job)
-    interrupts.how_to_continue = job.how_to_continue
-    where = ", ".join(str(path) for path in job.ssd)
-    doing = f"reading what the run has in {where}" if job.resume else f"writing the weights to {where}"
-    with DirectoryLock([job.output]), contextlib.ExitStack() as stack:
-        forget_earlier_run(job)
+    with contextlib.ExitStack() as stack:
+        with activity("preparing the run: model, memory, data", announced=True):
+            job = resolve(settings, lambda: stack.enter_context(claim(settings)))
+            said = announcement(job) if job.checkpoint is None and job.tokenizer is None and not job.resume else ""
+        if said:
+            print(said, flush=True)
+        print(printable(job.header()), flush=True)
+        profile_once(job)
+        interrupts.how_to_continue = job.how_to_continue
+        _extend_reference(job)
+        where = ", ".join(str(path) for path in job.ssd)
+        doing = f"reading what the run has in {where}" if job.resume else f"writing the weights to {where}"
         with activity(doing, announced=True):
             engine = Engine(job.checkpoint or job.model, job.engine)  # type: ignore[call-arg] # the config has ssd
         stack.enter_context(engine)

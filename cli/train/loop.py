@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import shlex
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,19 +13,21 @@ from typing import Any
 import torch
 
 from cli.job.job import Job, TrainedModel
-from cli.options.settings import RUN
-from cli.report.log import METRICS, MetricsLogger
+from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
+from cli.job.resumed import check_files
+from cli.options.run_record import METRICS, RUN, note_end
+from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
 from cli.train.process import Interrupts, RankProcess, Stopped
 from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
+from common.files import replace_file
+from common.models.checkpoint.gguf import keep_for_adapter
+from common.models.generation import write_stops
 from common.units import format_count
 from fuyou.model.loss.cross_entropy import targets_of
-
-FOLDER, BEST, EVALUATION = "checkpoints", "best", "evaluation.json"
-_STEP = "step-"
 
 
 class Trainer(ABC):
@@ -61,6 +62,10 @@ class Trainer(ABC):
     def stop_requested(self) -> bool:
         """Return whether any rank wants to stop after this step; the same on all ranks."""
 
+    def has_commit(self) -> bool:
+        """Return whether the run has a commit: out of core since it was opened."""
+        return True
+
     def commit_if_due(self, step: int) -> None:
         """Commit the last step if that is due, and not done by :meth:`train_step`."""
         return
@@ -89,6 +94,9 @@ class Lap:
         return self._start_time - start_time, (read - read_before, written - written_before)
 
 
+EVALUATION = "evaluation.json"  # File in the best checkpoint with the evaluation that makes it the best
+
+
 def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None:
     """Take all steps that are left, export the result, and print how it went.
 
@@ -101,6 +109,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         for change in job.changes:
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
+    _begin(job, trainer, process.is_rank0)
     tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
     summary = Summary(tokens, flops_per_token)
     with contextlib.ExitStack() as stack:
@@ -115,6 +124,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         for step in steps:
             if after.is_over():
                 break
+            after.forget(step)
             process.enter(f"in step {step}")
             batch, lr = job.batches.batch(step - 1), job.learning_rate.at(step)
             _check_ids(job, batch)
@@ -139,6 +149,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
                 logger.step(step, result, lr, took, text)
             trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
+            _begin(job, trainer, process.is_rank0)
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
                 raise Stopped(f"stopped after step {step}, which is committed. {job.how_to_continue}")
@@ -152,6 +163,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
         trainer.finish()
+    _begin(job, trainer, process.is_rank0)
     summary.add_moved(lap.next()[1])
     process.enter("after the last step")
     is_saved = job.save and not after.time_is_up
@@ -159,6 +171,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         _export(job, trainer, process.is_rank0)
     if not process.is_rank0:
         return
+    if not (after.time_is_up or job.export):
+        after.forget(math.inf)
+        note_end(job.output, model.step_count)
     if after.last_words:
         print(after.last_words, flush=True)
     if summary.steps:
@@ -168,13 +183,25 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
 
 
+def _begin(job: Job, trainer: Trainer, is_rank0: bool) -> None:
+    """Remove what an earlier run has left as soon as this one has a commit."""
+    if is_rank0 and not job.outputs.has_begun and trainer.has_commit():
+        job.outputs.begin()
+
+
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
     largest = int(batch["input_ids"].max())
     if largest >= job.vocab_size:
         raise UserError(
             f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
-            f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model."
+            f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model: copy "
+            "there the tokenizer files that come with the model."
         )
+
+
+# Keys in the user state: a hash of the held-out data, and the step since which evaluations on them count; the step and
+# the loss of evaluations.
+_HELD_OUT, _EVALUATIONS = "held_out", "evaluations"
 
 
 class AfterStep:
@@ -189,10 +216,58 @@ class AfterStep:
     ) -> None:
         self._job = job
         self._trainer, self._process, self._logger = trainer, process, logger
-        self._folder = job.output / FOLDER
-        self._losses = read_evaluations(job.output / RUN / METRICS, trainer.model.step_count)
+        self._outputs = job.outputs
+        self._resumed_from = trainer.model.step_count  # What later steps left was not committed: it is replaced
+        self._uncommitted = self._left_by_later_steps() if process.is_rank0 else {}
+        self._losses = self._earlier_losses()
+        self._note_evaluations()
         self.time_is_up = False
         self.last_words = ""  # why the run has ended before its last step
+
+    def _left_by_later_steps(self) -> dict[str, int]:
+        """Return the checkpoints, with their steps, that an earlier process has saved after steps that were lost."""
+        names = self._outputs.checkpoints(math.inf, after=self._resumed_from)
+        steps = {name: int(name.removeprefix(f"{CHECKPOINTS}/{STEP}")) for name in names}
+        best = f"{CHECKPOINTS}/{BEST}"
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            step = int(json.loads((self._job.output / best / EVALUATION).read_text())["step"])
+            if step > self._resumed_from:
+                steps[best] = step
+        return steps
+
+    def forget(self, step: float) -> None:
+        """Remove what an earlier process has saved after this step, before it is taken again, or after earlier ones."""
+        for name in [name for name, saved in self._uncommitted.items() if saved <= step]:
+            saved = self._uncommitted.pop(name)
+            self._outputs.remove(name)
+            if self._logger is not None:
+                self._logger.say(f"removed  {self._job.output / name}: of step {saved:,}, which was not committed")
+
+    def _earlier_losses(self) -> dict[int, float]:
+        """Return the losses of earlier evaluations on the same data, by step: those in the run's own file, which may be
+        lost, and those in the commit."""
+        job, model = self._job, self._trainer.model
+        losses = read_evaluations(job.output / RUN / METRICS, model.step_count)
+        for step, loss in model.user_state.get(_EVALUATIONS, ()):
+            losses[step] = math.nan if loss is None else loss
+        digest = getattr(job.held_out, "digest", "")
+        before, since = model.user_state.get(_HELD_OUT, [digest, 0])
+        if before != digest:
+            losses, since = {}, model.step_count
+            if self._process.is_rank0 and job.held_out is not None:
+                print("changed  the held-out data: earlier evaluations are not compared with later ones", flush=True)
+        model.user_state[_HELD_OUT] = [digest, since]
+        return {step: loss for step, loss in losses.items() if step >= since}
+
+    def _note_evaluations(self) -> None:
+        """Have the next commit hold the best evaluation, and those after it that ``--patience`` counts."""
+        best, _ = best_of(self._losses)
+        steps = sorted(step for step in self._losses if step >= best)
+        later = steps[max(1, len(steps) - (self._job.patience or 0)) :]
+        losses = [(step, self._losses[step]) for step in (*steps[:1], *later)]
+        self._trainer.model.user_state[_EVALUATIONS] = [
+            [step, loss if math.isfinite(loss) else None] for step, loss in losses
+        ]
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation is due: before the first step, after the last, and as ``--eval-every`` says."""
@@ -241,56 +316,43 @@ class AfterStep:
         if self._logger is not None:
             self._logger.evaluation(step, result)
         self._losses[step] = result.loss
+        self._note_evaluations()
         return True
 
     def _save_best(self, step: int) -> bool:
         if self._job.save_every is None or not step or best_of(self._losses)[0] != step:
             return False
-        evaluation, file = {"step": step, "loss": self._losses[step]}, self._folder / BEST / EVALUATION
-        return self._checkpoint(BEST, lambda: json.loads(file.read_text()) == evaluation, evaluation)
+        name, evaluation = f"{CHECKPOINTS}/{BEST}", {"step": step, "loss": self._losses[step]}
+        file = self._job.output / name / EVALUATION
+        return self._checkpoint(name, lambda: json.loads(file.read_text()) == evaluation, evaluation)
 
     def _save(self, step: int) -> bool:
         every = self._job.save_every
         if every is None or not step or step % every or step == self._job.steps:
             return False
-        path = self._folder / f"{_STEP}{step}"
-        is_new = self._checkpoint(path.name, path.is_dir)
+        is_new = self._checkpoint(f"{CHECKPOINTS}/{STEP}{step}", lambda: step <= self._resumed_from)
         if self._process.is_rank0:
-            for old in regular_checkpoints(self._folder, step)[: -self._job.keep]:
-                shutil.rmtree(old)
+            for old in self._outputs.checkpoints(step)[: -self._job.keep]:
+                self._outputs.remove(old)
         return is_new
 
-    def _checkpoint(self, name: str, is_there: Callable[[], bool], evaluation: dict[str, float] | None = None) -> bool:
-        """Save a checkpoint unless rank 0, which alone writes, sees that it is there; return whether. Collective."""
+    def _checkpoint(self, name: str, is_it: Callable[[], bool], evaluation: dict[str, float] | None = None) -> bool:
+        """Save a checkpoint unless rank 0, which alone writes, sees that it is there, whole and with ``is_it``; return
+        whether. Collective."""
         lacks = self._process.is_rank0
         if lacks:
             with contextlib.suppress(OSError, ValueError):
-                lacks = not is_there()
+                lacks = not (self._outputs.is_whole(name) and is_it())
         if not self._process.agree(lacks):
             return False
-        self._process.enter(f"while the checkpoint {name} was saved")
-        with activity(f"saving the checkpoint {name}"):
-            self._write(name, evaluation)
+        self._uncommitted.pop(name, None)
+        shown = name.removeprefix(f"{CHECKPOINTS}/")
+        self._process.enter(f"while the checkpoint {shown} was saved")
+        with activity(f"saving the checkpoint {shown}"):
+            _write(self._job, self._trainer.model, name, self._process.is_rank0, evaluation)
         if self._logger is not None:
-            self._logger.say(f"saved    {self._folder / name}")
+            self._logger.say(f"saved    {self._job.output / name}")
         return True
-
-    def _write(self, name: str, evaluation: dict[str, float] | None = None) -> None:
-        path, partial, is_rank0 = self._folder / name, self._folder / f"{name}.partial", self._process.is_rank0
-        if is_rank0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        try:
-            _save(self._job, self._trainer.model, partial, is_rank0)
-            if is_rank0 and evaluation is not None:
-                (partial / EVALUATION).write_text(json.dumps(evaluation) + "\n")
-        except BaseException:
-            if is_rank0:
-                shutil.rmtree(partial, ignore_errors=True)  # it may have filled the drive
-            raise
-        if is_rank0:
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
 
 
 def read_evaluations(metrics: Path, done: int) -> dict[int, float]:
@@ -308,14 +370,6 @@ def best_of(losses: dict[int, float]) -> tuple[int, int]:
         if loss < least:
             best, least, since = step, loss, 0
     return best, since
-
-
-def regular_checkpoints(folder: Path, last: int) -> list[Path]:
-    """Return the checkpoints of ``--save-every`` up to a step, the oldest first."""
-    numbers = [path.name.removeprefix(_STEP) for path in folder.glob(f"{_STEP}*")]
-    return [
-        folder / f"{_STEP}{step}" for step in sorted(int(text) for text in numbers if text.isdigit()) if step <= last
-    ]
 
 
 def evaluate(
@@ -343,14 +397,38 @@ def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
         done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.export else ""
         print(f"{what}{done}", flush=True)
     with activity(what):
-        _save(job, trainer.model, job.output, is_rank0)
+        _write(job, trainer.model, RESULT, is_rank0)
 
 
-def _save(job: Job, model: TrainedModel, directory: Path, is_rank0: bool) -> None:
-    """Write what was trained for others to load, with its chat template. Collective."""
-    model.save_pretrained(directory)
+def _write(
+    job: Job, model: TrainedModel, name: str, is_rank0: bool, evaluation: dict[str, float] | None = None
+) -> None:
+    """Write what was trained for others to load, under its name when all of it is on the drive. Collective."""
+    folder = job.outputs.partial(name)
     if is_rank0:
-        job.template.write(directory)
+        check_files(job, model)
+        job.outputs.prepare(name)
+    try:
+        _save(job, model, folder, is_rank0)
+        if is_rank0 and evaluation is not None:
+            replace_file(folder / EVALUATION, json.dumps(evaluation) + "\n")
+        if is_rank0:
+            job.outputs.put(name)
+            if job.adapters and job.checkpoint is not None:
+                keep_for_adapter(job.checkpoint, job.output / name)
+    except BaseException:
+        if is_rank0:
+            job.outputs.discard(name)  # it may have filled the drive
+        raise
+
+
+def _save(job: Job, model: TrainedModel, folder: Path, is_rank0: bool) -> None:
+    """Write the files of what was trained, with its chat template. Collective."""
+    model.save_pretrained(folder)
+    if is_rank0:
+        job.template.write(folder)
+        if job.added_stops:
+            write_stops(folder, job.generation_config, job.added_stops)
 
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
@@ -363,4 +441,9 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         if job.adapters and job.checkpoint is not None:
             words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
             lines["to merge"] = shlex.join(map(str, words))
+            if job.engine.weights.frozen_dtype in ("int8", "nf4"):
+                lines["note"] = (
+                    f"the losses are those of weights in {job.engine.weights.frozen_dtype}; a merge takes the "
+                    "checkpoint's own, as peft's does, and has another loss: finetune evaluate --model DIR tells it"
+                )
     return "\n".join(f"{name:8} {text}" for name, text in lines.items())

@@ -20,6 +20,7 @@ import common
 from cli.job.resumed import adapter_digest, peft_digest
 from cli.options.settings import Settings
 from cli.train.process import RankProcess
+from cli.train.sockets import LOOPBACK, interface_variables, rank_stores
 from common.communication import all_gather_object
 from common.errors import UserError
 from common.hardware.machine import usable_gpus
@@ -139,6 +140,8 @@ def check_shared(output: Path) -> None:
     """Refuse an output directory that this rank does not share with rank 0. Collective."""
     probe = output / f".finetune-{os.environ['MASTER_PORT']}"
     if dist.get_rank() == 0:
+        for old in output.glob(".finetune-*"):  # of a start that was killed
+            old.unlink(missing_ok=True)
         probe.touch()
     dist.barrier()
     deadline = time.monotonic() + 10  # network file systems may show new files late
@@ -172,19 +175,9 @@ def meet(settings: Settings, rank: RankProcess) -> tuple[dist.Store, Placement |
     Collective."""
     device = device_of(settings, int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=settings.node_timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has a store for all starts
-    prefix = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_agents else ""
-    is_master = rank.is_rank0 and not is_agents
-    store, news = (
-        dist.PrefixStore(
-            prefix,
-            dist.TCPStore(
-                address, port, is_master=is_master, multi_tenant=True, timeout=timeout, wait_for_workers=False
-            ),
-        )
-        for _ in range(2)
-    )
+    store, news = rank_stores(rank, timeout)
+    if rank.nodes == 1:
+        os.environ.update(interface_variables(LOOPBACK))  # also where the user has named one for runs of several nodes
     placement = place(settings, store)
     if placement is not None:
         rank.move(placement.order.index(rank.node))

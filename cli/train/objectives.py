@@ -4,7 +4,7 @@ import importlib
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cli.job.job import Job
-from cli.options.settings import RUN
+from cli.options.run_record import RUN
 from cli.report.results import EvaluationResult
 from common.activity import activity
 from common.data import Batches, PackedBatches
@@ -23,6 +23,7 @@ from common.data.rows import PADDING
 from common.errors import UserError
 from common.files import file_when_complete
 from common.models.adapters.options import AdapterOptions
+from common.units import counted
 from fuyou import Engine
 from fuyou.objectives.losses import BatchNumbers, Learned, Objective, SumOverRanks, alone
 
@@ -124,39 +125,52 @@ class ReferencePass:
     def attach_all(self, job: Job) -> None:
         """Give the batches of a job the reference's log-probabilities: from files once the model has been trained."""
         lacking = []
-        for name, batches in (("reference", job.batches), ("reference-held-out", job.held_out)):
-            if isinstance(batches, PackedBatches):
-                steps = job.steps if batches is job.batches else batches.steps_per_epoch
-                path = job.output / RUN / f"{name}.npz"
-                batches.reference = self._read(path, batches, steps) if self.engine.step_count else None
-                have = self.ranks.sum([float(batches.reference is not None)])[0]
-                if have < self.ranks.world_size:
-                    lacking.append((batches, steps, path))
+        for batches, steps, path in _compared(job):
+            batches.reference = self._read(path, batches, steps) if self.engine.step_count else None
+            have = self.ranks.sum([float(batches.reference is not None)])[0]
+            if have < self.ranks.world_size:
+                lacking.append((batches, steps, path))
         if not lacking:
             return
         # Once trained, a model is no longer its reference; without new adapters, which began as no change, it still is.
         begun = self.engine.step_count > 0
         if begun and not isinstance(job.engine.weights.adapters, AdapterOptions):
+            if is_reference_short(job, self.engine.base_identity):  # on one machine, `extend` was called before
+                raise UserError(
+                    f"--steps {job.steps}: the pairs of more than {counted(self.engine.step_count, 'step')} were not "
+                    "compared with the model before training, and with --nodes they cannot be once it is trained. "
+                    f"Begin a new run of {job.steps} steps with --overwrite."
+                )
             raise UserError(
-                f"{lacking[0][2]} is missing, damaged or of fewer steps: it had the log-probabilities of the data "
-                "under the model before training, which is trained by now. Begin a new run with --overwrite."
+                f"{lacking[0][2]} is missing, damaged, of fewer steps, or of another model: it had the "
+                "log-probabilities of the data under the model before training, which is trained by now. Begin a new "
+                "run with --overwrite."
             )
         with self.engine.disable_adapters() if begun else nullcontext():
             for batches, steps, path in lacking:
                 batches.reference = self._computed(batches, job.batch_size, steps, path)
 
+    def extend(self, job: Job) -> None:
+        """Add to the files what more steps need. The engine has the model before training."""
+        for batches, steps, path, table in _short(job, self.engine.base_identity):
+            self._computed(batches, job.batch_size, steps, path, table)
+
     @torch.no_grad()
-    def _computed(self, batches: PackedBatches, items: int, steps: int, path: Path) -> np.ndarray:
-        table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
+    def _computed(
+        self, batches: PackedBatches, items: int, steps: int, path: Path, table: np.ndarray | None = None
+    ) -> np.ndarray:
+        if table is None:
+            table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
         number = min(steps, batches.steps_per_epoch)  # all rows, once
         with activity("computing the reference") as doing:
             for step in range(number):
                 doing.what = f"computing the reference: batch {step + 1:,} of {number:,}"
-                table[batches.row_numbers(step)] = self._rows(batches.batch(step), items)
+                if np.isnan(table[batches.row_numbers(step)]).any():
+                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), items)
         if self.writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             with file_when_complete(path) as out:
-                np.savez(out, values=table, digest=np.array(batches.digest))
+                np.savez(out, values=table, digest=np.array(_digest(batches, self.engine.base_identity)))
         return table
 
     def _rows(self, batch: Batch, items: int) -> np.ndarray:
@@ -173,12 +187,47 @@ class ReferencePass:
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
 
     def _read(self, path: Path, batches: PackedBatches, steps: int) -> np.ndarray | None:
-        try:
-            with np.load(path) as content:
-                values, digest = content["values"], str(content["digest"])
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            return None
-        if digest != batches.digest or len(values) < batches.rows * batches.rows_per_item:
-            return None
-        needed = [values[batches.row_numbers(step)] for step in range(min(steps, batches.steps_per_epoch))]
-        return None if any(np.isnan(row).any() for row in needed) else values
+        table = _stored(path, batches, self.engine.base_identity)
+        return table if table is not None and _has_all(table, batches, steps) else None
+
+
+def is_reference_short(job: Job, base: str) -> bool:
+    """Return whether there are references, of the data and of a model with the hash ``base``, for fewer steps."""
+    return any(True for _ in _short(job, base))
+
+
+def _short(job: Job, base: str) -> Iterator[tuple[PackedBatches, int, Path, np.ndarray]]:
+    for batches, steps, path in _compared(job):
+        table = _stored(path, batches, base)
+        if table is not None and not _has_all(table, batches, steps):
+            yield batches, steps, path, table
+
+
+def _compared(job: Job) -> Iterator[tuple[PackedBatches, int, Path]]:
+    """Yield the batches that are compared with a reference, in how many steps, and the file that keeps it."""
+    for name, batches in (("reference", job.batches), ("reference-held-out", job.held_out)):
+        if isinstance(batches, PackedBatches):
+            steps = job.steps if batches is job.batches else batches.steps_per_epoch
+            yield batches, steps, job.output / RUN / f"{name}.npz"
+
+
+def _digest(batches: PackedBatches, base: str) -> str:
+    """Return a hash of what the numbers depend on: the data, and the model before training if that is known."""
+    return f"{batches.digest} {base}".rstrip()
+
+
+def _stored(path: Path, batches: PackedBatches, base: str) -> np.ndarray | None:
+    """Return what a file has, NaN for rows that no step has needed; None if it is of other data, or there is none."""
+    try:
+        with np.load(path) as content:
+            values, digest = content["values"], str(content["digest"])
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    if digest != _digest(batches, base) or len(values) < batches.rows * batches.rows_per_item:
+        return None
+    return values
+
+
+def _has_all(table: np.ndarray, batches: PackedBatches, steps: int) -> bool:
+    needed = [table[batches.row_numbers(step)] for step in range(min(steps, batches.steps_per_epoch))]
+    return not any(np.isnan(row).any() for row in needed)

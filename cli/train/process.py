@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from common.errors import on_one_line
+from common.errors import as_message, on_one_line
 
 # After SIGTERM or SIGHUP, a run that has not ended by then ends at once: schedulers commonly kill after 30 s, and the
 # last committed step is as safe either way.
@@ -220,7 +220,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"finetune: {text}" if text else "", end="\n" if text else "", file=sys.stderr, flush=True)
+        print(f"finetune: {as_message(text)}" if text else "", end="\n" if text else "", file=sys.stderr, flush=True)
 
 
 def _exit(status: int) -> NoReturn:

@@ -3,6 +3,7 @@
 Ranks train out of core, each node on its own SSDs, or in memory, with FSDP2 and cached parameters.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,10 +16,13 @@ import torch.distributed as dist
 
 import fcdp.trainer
 from cli.job.job import Job
+from cli.job.model import trained_share
+from cli.job.outputs import claim
 from cli.job.resolve import check_start, resolve
-from cli.job.resumed import EarlierRun, check_same_run, decided, forget_earlier_run
+from cli.job.resumed import EarlierRun, check_same_run, decided
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, cluster_of, has_profile, measure_cluster
-from cli.options.settings import COMMITS, Settings
+from cli.options.run_record import COMMITS
+from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
 from cli.train.engine_trainer import EngineTrainer, profile_once
 from cli.train.loop import Trainer, evaluate, train
@@ -27,16 +31,15 @@ from cli.train.process import LAUNCH, RankProcess
 from common.activity import activity
 from common.communication import all_gather_object, broadcast_from_rank0
 from common.data import Batches
-from common.errors import FinetuneError
+from common.errors import FinetuneError, printable
 from common.store import load_manifest, remove
-from common.store.folders import remove_folder
+from common.store.folders import rank_folder, remove_folder
 from common.units import format_bytes, format_seconds
 from fcdp.planner import Workload
 from fcdp.strategy.strategy import AUTO
 from fcdp.strategy.topology import Topology
 from fcdp.trainer import TrainerConfig
 from fuyou import Engine
-from fuyou.checkpoint.run_files import rank_folder
 from fuyou.config import AUTO as AUTO_DTYPE
 from fuyou.engine.common_decisions import dtype_of_all
 from fuyou.layout.record import DTYPES
@@ -45,8 +48,16 @@ from fuyou.runtime.ranks import share_of
 
 def train_rank(settings: Settings, rank: RankProcess) -> None:
     """Do the whole run, as this rank's part of it."""
-    settings = dataclasses.replace(decided(settings), gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    if LAUNCH not in os.environ and not rank.restarted:  # our launcher has checked this
+    with contextlib.ExitStack() as stack:
+        _train_rank(settings, rank, stack)
+
+
+def _train_rank(settings: Settings, rank: RankProcess, stack: contextlib.ExitStack) -> None:
+    """``stack`` has what is to be closed at the end, whether it is a good one or not."""
+    is_first = LAUNCH not in os.environ and not rank.restarted  # else our launcher has checked this
+    settings = decided(settings, checks=is_first)
+    settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    if is_first:
         check_start(settings, int(os.environ["LOCAL_WORLD_SIZE"]))
     store, placement, topology = meet(settings, rank)
     launches = check_same_command(settings, rank)
@@ -54,7 +65,7 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
         stored = EarlierRun.of(settings).dtype if settings.resume or rank.restarted else None
         dtype = dtype_of_all(stored, str(topology.device), all_gather_object)
         settings = dataclasses.replace(settings, dtype=dtype)
-    job = _prepare(settings, rank, store)
+    job = _prepare(settings, rank, store, stack)
     if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)
     check_shared(job.output)
@@ -74,13 +85,12 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
     job.close()
 
 
-def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
+def _prepare(settings: Settings, rank: RankProcess, store: dist.Store, stack: contextlib.ExitStack) -> Job:
     if rank.is_rank0:
         with activity("preparing the run: model, memory, data", announced=True):
-            job = resolve(settings)
+            job = resolve(settings, lambda: stack.enter_context(claim(settings, rank.launch)), rank.restarted)
         if not rank.restarted:
-            forget_earlier_run(job)
-            print(job.header(), flush=True)
+            print(printable(job.header()), flush=True)
         store.set("prepared", "")
         return job
     speaks = os.environ["LOCAL_RANK"] == "0" and rank.node > 0
@@ -88,7 +98,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store) -> Job:
         print(f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True)
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
-    job = resolve(settings)
+    job = resolve(settings, is_restart=rank.restarted)
     if speaks:
         print("nodes    this node trains from here on; its figures are part of what rank 0 shows", flush=True)
     return job
@@ -165,8 +175,11 @@ class InMemoryTrainer(Trainer):
     def commit(self) -> None:
         self._trainer.commit()
 
+    def has_commit(self) -> bool:
+        return self._trainer.checkpoints.newest() is not None
+
     def can_continue_after(self, error: Exception) -> bool:
-        return isinstance(error, FinetuneError) and self._trainer.checkpoints.newest() is not None
+        return isinstance(error, FinetuneError) and self.has_commit()
 
     def usage(self) -> Usage:
         trainer = self._trainer
@@ -225,7 +238,7 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
             seq_len=job.seq_len,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            trainable_ratio=min(1.0, job.adapter_parameters / job.parameters) if job.adapters else 1.0,
+            trainable_ratio=trained_share(job.engine, job.config),
             dtype_bytes=DTYPES[job.engine.dtype].itemsize,
             cache_threshold=job.device_cache_threshold,
             router_loss=job.engine.router_loss,

@@ -1,20 +1,25 @@
 """Build a model without its weights: parameters on the meta device, buffers real."""
 
-import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.models.bounds import bounded_construction, check_buffers, check_counts
+from common.models.generation import generation_config_of
 from common.models.structure import keeps_fp32
 from common.models.task_type import config_for, model_class, refusal
 from common.randomness import own_random_numbers
 
 
 def build_meta_model(
-    config: PreTrainedConfig, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+    config: PreTrainedConfig,
+    attn_implementation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    checkpoint: Path | None = None,
 ) -> PreTrainedModel:
     """Build a model in which only the buffers take memory, of the class that :mod:`common.models.task_type` finds.
 
@@ -29,20 +34,26 @@ def build_meta_model(
         attn_implementation: passed on; None leaves the choice to transformers (``"sdpa"`` where a family has it).
         dtype: the parameters' dtype. Buffers do not depend on it in most families, but some choose their values by it,
             so give the dtype that the model computes in.
+        checkpoint: directory of its weights; a model that these cannot be the weights of is refused as soon as that
+            is known.
     """
     chosen = model_class(config)
     if chosen is None:
         raise UserError(f"This {refusal(config)}.")
     config = config_for(chosen, copy.deepcopy(config))
+    check_counts(config.to_dict(), f"This {config.model_type!r} configuration")
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_construction(checkpoint):
             model = chosen._from_config(config, dtype=dtype, **options)
+    except UserError:
+        raise
     except Exception as error:  # anything: each family checks its own fields in its own way
         raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
     model.tie_weights()  # transformers 5.0 does not do it on the meta device
     _fill_buffers(model)
-    _load_generation_config(model)
+    if model.can_generate() and model.config.name_or_path:
+        model.generation_config = generation_config_of(model.config)
     # After construction, so that the generation config, which is exported, keeps the family's default.
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         part.use_cache = False
@@ -55,6 +66,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     transformers builds every model on the meta device in ``from_pretrained``, so every family's ``_init_weights``
     must be able to fill its buffers. On parameters the same calls cost nothing: they are on the meta device.
     """
+    check_buffers(model)
     persistent = model.state_dict().keys()
     real: dict[int, torch.Tensor] = {}  # a buffer registered in two modules stays one tensor
     for path, module in model.named_modules():
@@ -79,10 +91,3 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 def unset_buffers(model: PreTrainedModel) -> list[str]:
     """Return the names of buffers that have no values yet: only a checkpoint has them."""
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
-
-
-def _load_generation_config(model: PreTrainedModel) -> None:
-    if model.can_generate() and model.config.name_or_path:
-        # If the checkpoint has none, or none that is valid, what the configuration implies is kept.
-        with contextlib.suppress(OSError, ValueError):
-            model.generation_config = GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)

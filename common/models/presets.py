@@ -9,9 +9,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.errors import UserError
-from common.files import preset_files
+from common.errors import UserError, on_one_line
+from common.files import FILE_BYTES, check_regular, preset_files, read_text_file
 from common.hub import may_download
+from common.models.bounds import check_counts
 from common.models.checkpoint.compressed.formats import accept_config
 from common.models.checkpoint.gguf import dequantized
 from common.models.names import check_model, find_gguf, not_in_cache
@@ -19,6 +20,12 @@ from common.models.task_type import model_class, refusal
 
 # Files of a hub's model that are fetched: weights in other formats are not read.
 _WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+# Those that transformers reads as a whole.
+_SMALL_FILES = (
+    "*config*.json", "*.index.json", "tokenizer*", "vocab*", "merges*", "*_tokens*.json", "special_tokens_map.json",
+    "chat_template*", "*.jinja", "*.model", "*.tiktoken", "additional_chat_templates/*",
+)  # fmt: skip
+_CONFIG_BYTES = 16 << 20  # Largest config.json
 
 
 def preset_names() -> list[str]:
@@ -45,8 +52,11 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         return load_config(dequantized(gguf))
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
-        _refuse_unsupported(config, name)
-        accept_config(config, name, has_weights=True)
+        try:
+            _refuse_unsupported(config, name)
+            accept_config(config, name, has_weights=True)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:  # of fields that transformers lets pass
+            raise UserError(f"{directory / 'config.json'} cannot be understood: {on_one_line(error)}") from error
         return config, directory
     presets = preset_files("models")
     if name in presets:
@@ -71,18 +81,36 @@ def hub_snapshot(name: str) -> Path:
         raise UserError(f"{name!r} cannot be downloaded: {type(error).__name__}: {error}") from error
 
 
+def _check_files(directory: Path) -> None:
+    """Reject files of a checkpoint that would be read without end, or into more memory than any of them needs."""
+    for path in sorted({path for pattern in (*_WANTED_FILES, *_SMALL_FILES) for path in directory.glob(pattern)}):
+        try:
+            if not path.is_dir():
+                check_regular(path)
+            if path.stat().st_size > FILE_BYTES and any(path.match(pattern) for pattern in _SMALL_FILES):
+                raise UserError(f"{path} has {path.stat().st_size:,} bytes; such files have at most {FILE_BYTES:,}.")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def _read_directory(directory: Path) -> PreTrainedConfig:
+    _check_files(directory)
     try:
-        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        fields = json.loads(read_text_file(directory / "config.json", _CONFIG_BYTES))
+        check_counts(fields, str(directory / "config.json"))
         kind = _known_kind(fields)
         if kind is not None:
             known = {name: value for name, value in fields.items() if name not in ("model_type", "auto_map")}
             return AutoConfig.for_model(kind, **known, _name_or_path=os.fspath(directory))
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except UserError:
+        raise
     # transformers raises OSError for bad JSON, KeyError and ValueError for an unknown model type, and its validators'
     # own classes for a bad field. In each case, the file is what the user has to look at.
     except Exception as error:
-        raise UserError(f"{directory / 'config.json'} is not a configuration transformers can read: {error}") from error
+        raise UserError(
+            f"{directory / 'config.json'} is not a configuration transformers can read: {on_one_line(error)}"
+        ) from error
 
 
 def _known_kind(fields: dict[str, Any]) -> str | None:

@@ -41,6 +41,7 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             f"outside embeddings and head: {share}. Only models that are a stack of blocks can be streamed."
         )
     _refuse_sharing(model, name, blocks)
+    _refuse_layer_drop(language)
     return name, blocks
 
 
@@ -103,6 +104,15 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tied = len(modules) == 2 and modules[0].weight is modules[1].weight
     return modules[:1] if tied else modules
+
+
+def _refuse_layer_drop(model: PreTrainedModel) -> None:
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if rate := getattr(model.config, name, 0):
+            raise UserError(
+                f"{type(model).__name__} has {name} = {rate} in its config.json: blocks would be left out at random, "
+                "and they are streamed in order. Set it to 0."
+            )
 
 
 def _refuse_sharing(model: PreTrainedModel, prefix: str, blocks: nn.ModuleList) -> None:

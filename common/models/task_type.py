@@ -40,6 +40,9 @@ _TASKS: dict[TaskType, tuple[str, Any]] = {
 }
 
 
+_INSTEAD = "Give a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2"
+
+
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that ``config`` is to be built as; None if transformers has none that can be trained here.
 
@@ -64,18 +67,29 @@ def task_type_of(config: PreTrainedConfig) -> TaskType:
 def refusal(config: PreTrainedConfig) -> str:
     """Return why :func:`model_class` gives None, as the rest of a sentence that begins with the model's name."""
     lost = _lost_head(config)
+    if lost is not None and is_encoder_decoder(config):
+        return f"is a {lost}, which has an encoder and a decoder, and models of one of them are trained. {_INSTEAD}"
     if lost is not None:
+        instead = _INSTEAD
+        for causal in _classes(config, TaskType.CAUSAL_LM)[:1]:
+            instead = (
+                "To train the rest of it as a causal language model, write "
+                f'"architectures": ["{causal.__name__}"] in its config.json'
+            )
         return (
             f"is a {lost}, whose head is none of those that can be trained: those of causal language models, "
-            "vision-language models, sequence and token classifiers. To train the rest of it as a causal language "
-            'model, name that class in "architectures" of its config.json'
+            f"vision-language models, sequence and token classifiers. {instead}"
         )
     own_code = " (its code comes with the checkpoint, and is not run)" if hasattr(config, "auto_map") else ""
     return (
         f"is a {config.model_type!r} model{own_code}, which transformers cannot build as a causal language model "
-        "(AutoModelForCausalLM) nor as a vision-language model (AutoModelForImageTextToText). Give a decoder such as "
-        "Llama, Qwen, Mistral, Gemma or GPT-2"
+        f"(AutoModelForCausalLM) nor as a vision-language model (AutoModelForImageTextToText). {_INSTEAD}"
     )
+
+
+def is_encoder_decoder(config: PreTrainedConfig) -> bool:
+    """Return whether models of a configuration have an encoder and a decoder."""
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -90,6 +104,8 @@ def _whole(config: PreTrainedConfig) -> TaskType:
 
 
 def _classes(config: PreTrainedConfig, task: TaskType) -> tuple[type[PreTrainedModel], ...]:
+    if task is TaskType.SEQUENCE_CLASSIFICATION and is_encoder_decoder(config):
+        return ()  # which has both
     classes = _TASKS[task][1].get(type(config), ())
     return tuple(classes) if isinstance(classes, list | tuple) else (classes,)
 

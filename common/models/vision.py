@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.errors import UserError
 from common.models.structure import first_number, language_model
 
 if TYPE_CHECKING:
@@ -26,20 +29,62 @@ class TowerFreezing:
     freeze_multi_modal_projector: bool = True
 
     def frozen(self, model: PreTrainedModel) -> list[str]:
-        """Return the names of the parameters of ``model`` that this freezes."""
+        """Return the names of the parameters of ``model`` that this freezes.
+
+        Raises:
+            UserError: something that turns images into tokens is to be trained, and ``model`` has no such part.
+        """
         projector = set(projector_parameters(model))
+        if not (self.freeze_multi_modal_projector or projector):
+            raise UserError(
+                f"--train-vision trains what turns images into tokens, and {type(model).__name__} has no such part: "
+                "leave it out."
+            )
         return [
             name
             for name in tower_parameters(model)
             if (self.freeze_multi_modal_projector if name in projector else self.freeze_vision_tower)
         ]
 
-    def without_adapters(self, config: "PeftConfig", model: PreTrainedModel) -> None:
-        """Exclude what this freezes from adapters, unless ``config`` itself excludes modules."""
-        frozen = self.frozen(model)
+    def apply(self, config: "PeftConfig", model: PreTrainedModel) -> None:
+        """Let adapters of ``config`` train the parts that this does not freeze, and only these.
+
+        What is frozen is excluded, unless ``config`` itself excludes modules. A module of the projector that gets no
+        adapter (that of Gemma 3 has no linear layer) is trained itself, as one of ``modules_to_save``.
+        """
+        frozen, names = self.frozen(model), [name for name, _ in model.named_parameters()]
+        settings: Any = config
         if frozen and hasattr(config, "exclude_modules") and not config.exclude_modules:
-            whole = _whole_modules(frozen, [name for name, _ in model.named_parameters()])
-            config.exclude_modules = f"({'|'.join(map(re.escape, whole))})(\\..*)?"
+            settings.exclude_modules = f"({'|'.join(map(re.escape, _whole_modules(frozen, names)))})(\\..*)?"
+        if self.freeze_multi_modal_projector:
+            return
+        saved = [
+            path
+            for path in _whole_modules(projector_parameters(model), names)
+            for path in _called_modules(model, path)
+            if not _is_adapted(settings, model, path)
+        ]
+        settings.modules_to_save = [*(settings.modules_to_save or ()), *saved] or None
+
+
+def _called_modules(model: PreTrainedModel, path: str) -> list[str]:
+    """Return ``path``, or in its place what is in a list of modules; nothing if it is a parameter."""
+    modules = dict(model.named_modules())
+    if isinstance(modules.get(path), nn.ModuleList):
+        return [f"{path}.{name}" for name, _ in modules[path].named_children()]
+    return [path] if path in modules else []
+
+
+def _is_adapted(config: Any, model: PreTrainedModel, path: str) -> bool:
+    """Return whether a layer of the module at ``path`` gets an adapter."""
+    layers = [
+        f"{path}.{name}".rstrip(".")
+        for name, part in model.get_submodule(path).named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    if config.target_modules == "all-linear":
+        return bool(layers)
+    return any(check_target_module_exists(config, layer) for layer in layers)
 
 
 def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from common.errors import FinetuneError
+from common.errors import FinetuneError, UserError
+from fcdp import fsdp2
 from fcdp.grouping import ParameterGroup
 
 
@@ -85,6 +86,8 @@ class OptimizerHooks:
         """Mark the groups with a parameter that a step of ``optimizer`` may have changed. Too many do no harm."""
         self._look_up_parameters()
         known = {id(parameter): group for parameter, group in self._known.values()}
+        if not is_after:
+            self._refuse_gathered(optimizer)
         is_touched = False
         for options in optimizer.param_groups:
             for parameter in options["params"]:
@@ -94,6 +97,18 @@ class OptimizerHooks:
                     group.dirty = group.dirty or is_after
         if is_touched and (call := (self._after_step if is_after else self._before_step)()) is not None:
             call()
+
+    def _refuse_gathered(self, optimizer: Optimizer) -> None:
+        """Refuse parameters in the form that they have between gather and release: no gradient ever comes to them."""
+        gathered = {id(parameter) for group in self._groups for parameter in fsdp2.gathered_parameters(group)}
+        given = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+        lost = sum(id(parameter) in gathered and parameter.requires_grad for parameter in given)
+        if lost:
+            raise UserError(
+                f"{lost} of the {len(given)} parameters that this {type(optimizer).__name__} has were gathered when it "
+                "was made, after a forward pass, and it cannot train them. Make it before the first forward pass, or "
+                "after fcdp.sharding(model).reshard()."
+            )
 
 
 class StalenessCheck:

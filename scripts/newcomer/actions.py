@@ -89,7 +89,7 @@ ACTIONS = {
     "22 DPO on the adapter of an earlier run": [
         does(f"finetune {SMALL} --data data/texts.jsonl --lora-rank 4 --steps 2 --output first"),
         does(f"finetune {SMALL} --data data/pairs.jsonl --objective dpo --adapter first --steps 2", "0.6931"),
-        rejects(f"finetune {SMALL} --data data/pairs.jsonl", "--objective dpo")],
+        rejects(f"finetune {SMALL} --data data/pairs.jsonl --output other", "--objective dpo")],
     "8 a tracker": [rejects(f"{RUN} --report_to wandb", "OUTPUT/run/metrics.jsonl")],
     "15 fewer steps on resume": [
         does(f"{RUN} --steps 2"),

@@ -1,6 +1,7 @@
 """What people get wrong and what goes wrong: one clear message, the right exit status, nothing lost, nothing left."""
 
 import os
+import resource
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -49,12 +50,12 @@ def test_read_only_ssd_directory(finetune: Finetune, checkpoint: Path, tmp_path:
 def test_output_that_cannot_be(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check(finetune("--model", checkpoint, "--output", tmp_path / "file/out"), 2, "--output", "is not a directory")
-    check(finetune("--model", checkpoint, "--output", checkpoint), 2, "the checkpoint that is to be read")
+    check(finetune("--model", checkpoint, "--output", checkpoint), 2, "is --model", "which is to be read")
 
 
 def test_output_that_holds_a_checkpoint(finetune: Finetune, checkpoint: Path, own_checkpoint: Path) -> None:
     before = (own_checkpoint / "model.safetensors").read_bytes()
-    check(finetune("--model", checkpoint, "--output", own_checkpoint), 2, "--overwrite", "--resume")
+    check(finetune("--model", checkpoint, "--output", own_checkpoint), 2, "config.json", "move that elsewhere")
     assert (own_checkpoint / "model.safetensors").read_bytes() == before
 
 
@@ -99,3 +100,18 @@ def test_the_unexpected(
     last = "finetune: error: RuntimeError: no luck today."
     assert ("Traceback" in err) is debug
     assert err.endswith(last + "\n" if debug else last + " Run again with --debug for the traceback.\n")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, os.strerror(12)), RuntimeError("can't start new thread")])
+def test_lack_of_memory_is_one_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr("cli.main._run", run)
+    assert main(["plan", "--model", "llama-10m"]) == 1
+    assert "There is not enough memory" in (message := capsys.readouterr().err) and "--debug" not in message
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 30, 1 << 30))
+    assert main(["plan", "--model", "llama-10m"]) == 1
+    assert "allows 1 GiB of address space: enter `ulimit -v unlimited`" in capsys.readouterr().err

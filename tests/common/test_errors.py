@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.errors import FinetuneError, UserError, did_you_mean
+from common.errors import FinetuneError, UserError, as_message, did_you_mean, printable
 
 
 def test_exit_statuses_tell_mistakes_from_failures() -> None:
@@ -33,3 +33,16 @@ def test_options_are_named_as_the_reader_types_them(
     assert (str(error), error.as_written) == (keywords, written)
     monkeypatch.setattr(FinetuneError, "names_flags", True)
     assert str(error) == written
+
+
+def test_control_characters_of_files_do_not_reach_a_terminal() -> None:
+    controls = [*map(chr, (*range(32), *range(127, 160))), "\u202e", "\u2066"]
+    for control in controls:
+        if control not in "\n\t":
+            assert printable(f"a{control}b") == f"a{ascii(control)[1:-1]}b"
+    text = 'Line 1: "é 漢字 👩\u200d👧"\tand\nline 2'
+    assert printable(text) == text
+
+
+def test_no_line_of_a_message_looks_like_another() -> None:
+    assert as_message("no file 'a\nfinetune: error: b'\r") == "no file 'a\n  finetune: error: b'\\r"

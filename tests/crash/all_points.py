@@ -4,7 +4,8 @@ For each way of running (``tests/helpers/crash/ways.py``: one machine, records t
 memory, nodes out of core that become more or fewer), every call is tried in four ways: all processes are killed before
 it; only the process that makes it is killed; it is torn in half, and the power goes; the power goes before it. A power
 cut keeps any subset of what no sync had covered, drawn again for each point. What must hold afterwards:
-``tests/helpers/crash/points.py`` and, for ranks, ``cluster.py`` and ``ranks.py`` next to it.
+``tests/helpers/crash/points.py`` and, for ranks, ``cluster.py`` and ``ranks.py`` next to it. The ways that begin with
+"files" try every call outside the store, by which the command changes any other file (``outputs.py``).
 
 All of it takes hours, and can be done in pieces: with ``--log``, what that file lists is not done again. Each call is
 tried in one of the four ways first, then each in the next.

@@ -8,23 +8,16 @@ import pytest
 
 from common.errors import FinetuneError
 from common.store import StoreError
-from common.store.checksums import checksum
-from fuyou.layout.record import RecordSums
+from common.store.checksums import PartSums, checksum
+from fuyou.layout.record_sums import Part, RecordSums
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import Reference, check, reference
 from tests.helpers.crash.runs import Run, execute
+from tests.helpers.flips import flip
 from tests.helpers.small_engine import small_engine, train
 
 
-def flip(file: Path, at: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 4]))
-
-
-def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         train(engine, 1)
         engine.flush()
@@ -39,8 +32,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
         small_engine(tmp_path, lr=1e-3, resume=True)
     flip(file, victim.extent.offset + 12345)
 
-    # Damage that a drive does while training: found when it is that record's turn.
-    monkeypatch.setattr("fuyou.layout.record.CHECK_EVERY", 1)
+    # Damage that a drive does while training.
     engine = small_engine(tmp_path, lr=1e-3, resume=True, host_cache=0)
     train(engine, 1)
     engine.flush()
@@ -52,26 +44,21 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path, monkeypatch
     assert engine.committed_step == after
 
 
-def test_each_record_has_its_turn_and_no_write_is_done_before_its_checksum_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_write_is_done_before_its_checksum_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         sums: RecordSums = engine._run.commits.sums
-        turns = [sum(sums.expected(record, "states", 0, step) is not None for step in range(64)) for record in range(5)]
-        known: list[tuple[int, ...]] = []
+        written: list[PartSums] = []
 
-        def slow(record: int, slot: int, parameters: tuple[int, ...]) -> None:
+        def slow(record: int, part: Part, slot: int, sums: PartSums) -> None:
             time.sleep(0.1)
-            known.append(parameters)
+            written.append(sums)
 
         monkeypatch.setattr(sums, "written", slow)
         plane = engine._run.runtime.plane
-        assert plane is not None
         record = plane.buffers.shape.records[0]
         values = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
         plane.stored.write_parameters(record, 1, values).result()
-        assert len(known) == 1 and known[0] == (checksum(values, 0),)
-    assert turns == [2] * 5
+        assert [each.tolist() for each in written] == [[[checksum(values, 0)]]]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Files that mean harm, or make no sense: one message each, and never more memory or another file than they are."""
 
 import contextlib
+import dataclasses
 import json
 import tomllib
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from common.files import preset_files
 from common.models.checkpoint.shards import INDEX, Shards
 from common.models.presets import load_config
 from common.store import Layout, StoreError
+from common.store.checksums import ChecksummedExtent
 from common.store.directories import FORMAT, IDENTITY_FILE, Identity
 from common.store.manifest import write_sealed
-from common.store.store import ChecksummedExtent
 from fcdp.planner.cluster import load_cluster
 from fuyou.checkpoint.commits import FORMAT as STATE_FORMAT
 from fuyou.checkpoint.commits import TrainingState
@@ -67,7 +68,7 @@ def test_absurd_extents_and_names_are_rejected(place: Path, extent: list, name: 
     described = {"directories": 1, "files": {name: [extent]}}
     content = {"format": FORMAT, "store": "x", "index": 0, "count": 1, "complete": True, "layout": described}
     write_sealed(place / IDENTITY_FILE, content)
-    with pytest.raises(StoreError, match="is not a valid store"):
+    with pytest.raises(StoreError, match="does not describe a store"):
         Identity.read(place)
 
 
@@ -239,3 +240,26 @@ def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_p
         seen.extend(record.values for record in read_records(file))
     assert seen == records[: len(seen)] and len(seen) < 4
     assert (f"after record {len(seen)}:" in str(caught.value)) == bool(seen)
+
+
+@settings(max_examples=100)
+@given(field=st.sampled_from([item.name for item in dataclasses.fields(TrainingState)]), value=anything)
+def test_a_state_with_any_field_is_taken_or_rejected(field: str, value: object) -> None:
+    """A manifest that was edited, and sealed again."""
+    content = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict()
+    try:
+        state = TrainingState.from_dict({**content, field: value})
+    except FinetuneError:
+        return
+    assert isinstance(state.step, int) and isinstance(state.user, dict) and sum(state.missed.values()) >= 0
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("step", "7"), ("step", -1), ("step", 7.5), ("slot", 2), ("slot", "x"), ("random", [1]), ("user", 5),
+    ("report", {"loss": "x"}), ("report", 7), ("clipped", "x"), ("missed", {"a": "b"}), ("missed", [1]),
+    ("micro_batch", ["a"]), ("dtype", 7), ("checksums", {}), ("piece_bytes", -5),
+])  # fmt: skip
+def test_a_state_with_a_wrong_type_is_named(field: str, value: object) -> None:
+    content = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict()
+    with pytest.raises(FinetuneError, match=f"manifest has {field} = "):
+        TrainingState.from_dict({**content, field: value})

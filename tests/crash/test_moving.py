@@ -17,8 +17,8 @@ import torch
 from common.activity import watched_by
 from common.errors import FinetuneError, UserError
 from common.store import Store, StoreError, commit_manifest, load_manifest, remove
-from common.store.checksums import ExtentChecksums
-from common.store.store import ChecksummedExtent, verify
+from common.store.checksums import ChecksummedExtent, ExtentChecksums
+from common.store.store import verify
 from common.units import format_bytes
 from fuyou.checkpoint import resume, transfer
 from fuyou.checkpoint.commits import TrainingState, sealed_records
@@ -27,7 +27,8 @@ from fuyou.checkpoint.run_files import RunFiles
 from fuyou.checkpoint.shards import Drives
 from fuyou.checkpoint.transfer import ShardLayout
 from fuyou.layout.model_layout import ModelLayout
-from fuyou.layout.record import PARTS, Precision, sealed_name
+from fuyou.layout.record import Precision
+from fuyou.layout.record_sums import PARTS, sealed_name
 from fuyou.layout.share import Share
 from fuyou.model.open_model import OpenModel
 from fuyou.runtime.ranks import Agreement
@@ -92,7 +93,7 @@ def make_run(ssd: list[Path], layout: ModelLayout) -> dict[str, bytes]:
                 contents[what] = data.tobytes()
                 sums = ExtentChecksums(extent, store.directories, what)
                 store.write(extent, data, sums=sums).result()
-                sealed.append(ChecksummedExtent(what, extent, sums.values))
+                sealed.append(sums.checked().total())
         store.sync(shard.layout.file_bytes())
         state = replace(STATE, store=store.id, checksums=[each.to_dict() for each in sealed])
         commit_manifest(store.directories[0], state.to_dict())
@@ -115,7 +116,7 @@ def contents_of(drives: Drives, layout: ModelLayout, step: int = 7) -> dict[str,
         contents = {}
         for each in sealed_records(files.store, files.state):
             contents[each.what] = bytearray(each.extent.nbytes)
-            files.store.read_now(each.extent, contents[each.what])
+            files.store.read_unchecked(each.extent, contents[each.what]).result()
         return contents
     finally:
         files.close()
@@ -224,7 +225,7 @@ def test_a_copy_that_fails_leaves_nothing(
 ) -> None:
     expected = make_run(ssd[:2], layout)
     with monkeypatch.context() as failing:
-        failing.setattr(resume, "verify", lambda store, sealed: (0, ["It is damaged."]))
+        failing.setattr(resume, "part_sums", lambda *_: (_ for _ in ()).throw(StoreError("It is damaged.")))
         with pytest.raises(FinetuneError, match=r"does not return what was written to it; .* It is damaged\."):
             opened(on(ssd[1:3], ssd[:1]), layout)
     assert [len(list(path.iterdir())) for path in ssd] == [1, 1, 0, 0]
@@ -251,14 +252,46 @@ def test_damage_is_found_before_anything_is_given_up(ssd: list[Path], layout: Mo
     with file.open("r+b") as damaged:
         damaged.seek(-8, os.SEEK_END)
         damaged.write(b"\0" * 8)
-    with pytest.raises(StoreError, match=f"is damaged: .*{file}"):
-        opened(on(ssd[:3]), layout)
+    backup = rf"is damaged: .*{file}.* Everything in {ssd[0]}/run is whole\. If a directory was restored from a backup"
+    for drives in (on(ssd[:2]), on(ssd[:3])):
+        with pytest.raises(StoreError, match=backup):
+            opened(drives, layout)
     assert not list(ssd[2].iterdir())
     with Store.open([path / "run" for path in ssd[:2]]) as store:
         content = load_manifest(store.directories[0])
         assert content is not None
         _, damage = verify(store, sealed_records(store, TrainingState.from_dict(content)))
     assert len(damage) == 1
+
+
+@pytest.mark.parametrize("what", ["embedding, parameters", "block 0, optimizer states"])
+def test_damage_after_the_check_is_not_copied(
+    what: str, ssd: list[Path], layout: ModelLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make_run(ssd[:2], layout)
+    content = load_manifest(ssd[0] / "run")
+    assert content is not None
+    (entry,) = [entry for entry in map(ChecksummedExtent.from_dict, content["checksums"]) if entry.what == what]
+    file, original = ssd[0] / "run" / entry.extent.file, transfer.RecordTransfer.fill
+
+    def flip() -> None:
+        with file.open("r+b") as opened_file:
+            opened_file.seek(entry.extent.offset + 200)
+            byte = opened_file.read(1)[0]
+            opened_file.seek(-1, os.SEEK_CUR)
+            opened_file.write(bytes([byte ^ 1]))
+
+    def fill_after_flip(mover: transfer.RecordTransfer, store: Store) -> list[ChecksummedExtent]:
+        flip()
+        return original(mover, store)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer.RecordTransfer, "fill", fill_after_flip)
+        with pytest.raises(StoreError, match=f"{what} is damaged: .*{file} "):
+            opened(on(ssd[:3]), layout)
+    assert not list(ssd[2].iterdir())
+    flip()
+    assert contents_of(on(ssd[:3]), layout) == expected
 
 
 def test_a_manifest_without_a_checksum_or_with_another_is_rejected(ssd: list[Path], layout: ModelLayout) -> None:

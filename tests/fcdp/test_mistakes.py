@@ -1,5 +1,6 @@
 """Errors are reported on every rank, before harm is done, and at the end of the process, too."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fcdp
 from common.communication import run_on_all_ranks, timeout_of
@@ -122,6 +124,140 @@ def test_what_cannot_be_is_rejected_on_every_rank(pool: Pool) -> None:
     for messages in pool.run((3, 1), _bad_numbers):
         for message, part in zip(messages, words, strict=True):
             assert part in message
+
+
+STRATEGIES = ("fcdp", "zero1", "zero2", "zero3", "hybrid", "ddp")
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def _freeze_none(model: _Layers, step: int) -> None:
+    pass
+
+
+def _freeze_later(model: _Layers, step: int) -> None:
+    if step in (2, 4):
+        model.layers[1:3].requires_grad_(step == 4)
+
+
+def _unfreeze_later(model: _Layers, step: int) -> None:
+    if step in (0, 3):
+        model.layers[:2].requires_grad_(step == 3)
+
+
+def _freeze_parts(model: _Layers, step: int) -> None:
+    if step in (0, 2, 4):
+        model.layers[1].weight.requires_grad_(step == 2)
+        model.head.bias.requires_grad_(step != 2)
+
+
+def _between_freeze(model: _Layers, step: int) -> None:
+    if step in (1, 3):
+        model.layers[1:3].requires_grad_(step == 3)
+
+
+def _between_unfreeze(model: _Layers, step: int) -> None:
+    """Before the first step it freezes, as all of these are called once before the model is sharded."""
+    if step in (0, 2):
+        model.layers[:2].requires_grad_(step == 2)
+
+
+def _between_parts(model: _Layers, step: int) -> None:
+    if step in (1, 3):
+        model.layers[1].weight.requires_grad_(step == 3)
+        model.head.bias.requires_grad_(step == 3)
+
+
+def _between_all_but_one(model: _Layers, step: int) -> None:
+    if step in (1, 2, 4):
+        model.requires_grad_(step == 4)
+        model.head.weight.requires_grad_(True)
+
+
+BETWEEN = (_between_freeze, _between_unfreeze, _between_parts, _between_all_but_one)  # forward and backward pass
+FREEZING = (_freeze_none, _freeze_later, _unfreeze_later, _freeze_parts)
+
+
+def _people_s_loop(
+    model: _Layers, freeze: Any, rank: int, ranks: int, evaluates: bool, optimizers: int
+) -> dict[str, torch.Tensor]:
+    """Train six steps on this rank's part of each batch; return all parameters."""
+    own = torch.randn(7, 8, 6, generator=torch.Generator().manual_seed(1))[:, rank::ranks]
+    if evaluates:
+        with torch.no_grad():
+            model(own[6])
+    parameters = list(model.parameters())
+    made = [torch.optim.AdamW(parameters[index::optimizers], lr=1e-2) for index in range(optimizers)]
+    for step in range(6):
+        if freeze not in BETWEEN:
+            freeze(model, step)
+        loss = (model(own[step]) ** 2).mean()
+        if freeze in BETWEEN:
+            freeze(model, step)
+        loss.backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+        if evaluates:
+            with torch.no_grad():
+                model(own[6])
+    state = model.state_dict()
+    return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+
+
+def _loops_that_differ(topology: fcdp.Topology, freezing: tuple[Any, ...], counts: tuple[int, ...]) -> list[str]:
+    wrong = []
+    for freeze, evaluates, optimizers in itertools.product(freezing, (False, True), counts):
+        model = _Layers()
+        freeze(model, 0)
+        expected = _people_s_loop(model, freeze, 0, 1, evaluates, optimizers)
+        for strategy in STRATEGIES:
+            model = _Layers()
+            freeze(model, 0)
+            sharded = fcdp.fully_shard(model, topology, strategy)
+            ranks = topology.world_size
+            state = _people_s_loop(sharded, freeze, topology.rank, ranks, evaluates, optimizers)
+            apart = max(float((state[name] - value).abs().max()) for name, value in expected.items())
+            if apart > 1e-5:
+                wrong.append(f"{strategy}, {freeze.__name__}, {evaluates=}, {optimizers=}: {apart:.1e}")
+            fcdp.sharding(sharded).close()
+    return wrong
+
+
+@pytest.mark.slow
+def test_what_loops_freeze_and_evaluate_is_as_in_a_plain_loop(pool: Pool) -> None:
+    assert pool.run((2, 1), _loops_that_differ, FREEZING, (1, 2)) == [[], []]
+
+
+@pytest.mark.slow
+def test_what_loops_freeze_between_the_passes_is_as_in_a_plain_loop(pool: Pool) -> None:
+    assert pool.run((2, 1), _loops_that_differ, BETWEEN, (1,)) == [[], []]
+
+
+def _optimizer_of_gathered(topology: fcdp.Topology) -> str:
+    model = fcdp.fully_shard(_Layers(), topology, "zero2")
+    model(torch.ones(2, 6))  # with gradients, so that parameters stay gathered for a backward pass
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(UserError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_of_gathered_parameters_is_rejected(pool: Pool) -> None:
+    for message in pool.run((2, 1), _optimizer_of_gathered):
+        assert "10 of the 10 parameters" in message and "fcdp.sharding(model).reshard()" in message
 
 
 @pytest.mark.parametrize("tidy", [True, False])

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import fuyou.engine.opening
+from common.store import checksums
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.device import Device
 from fuyou.schedule.tasks import ComputeTask, Op, Task
@@ -89,6 +90,13 @@ class QueuedDevice(Device):
     def install_kvikio(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have kvikio's stand-in fill this device's memory."""
         kvikio.install(monkeypatch, self.opened)
+        hashes = checksums._device_hashes
+
+        def hashes_by_the_device(pages: torch.Tensor) -> Any:
+            with self.opened():
+                return hashes(pages)
+
+        monkeypatch.setattr(checksums, "_device_hashes", hashes_by_the_device)
         monkeypatch.setattr(fuyou.engine.opening, "check_io", lambda config, device: None)
 
     def check_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -25,25 +25,29 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
-from common.models.adapters.options import CONFIG, WEIGHTS, SavedAdapter, check_supported
+from common.models.adapters.options import BASE, CONFIG, WEIGHTS, SavedAdapter, check_supported
 from common.models.adapters.targets import (
     named_targets,
     near_targets,
     possible_targets,
     refuse_unknown_copies,
     refuse_unknown_targets,
+    refuse_unmatched,
     separate_tied_rows,
     target_fused_experts,
     trained_copies,
 )
 from common.models.checkpoint.export import (
+    CHAT_TEMPLATE,
     NonFiniteWeights,
     copy_tokenizer_files,
     first_nonfinite,
     make_staging_folder,
     move_into_place,
+    refuse_shadowing,
     save_tensors,
 )
+from common.models.checkpoint.gguf import keep_for_adapter, source_of
 from common.models.checkpoint.sources import WeightSource
 from common.randomness import own_random_numbers
 
@@ -68,6 +72,8 @@ class Adapters:
         base_names: the name of every other parameter before adapters were injected, by its name now.
         unties: whether merging gives different values to parameters that the model ties.
         buffer_names: the name of every buffer now, by its name before.
+        base: identity of the weights that they are trained on (:func:`weights_identity`), which is saved with them;
+            empty if that is not known.
 
     Raises:
         UserError: the configuration or the saved adapter does not fit the model, or cannot be trained here.
@@ -83,7 +89,7 @@ class Adapters:
     ) -> None:
         check_supported(config)
         assert isinstance(config, LoraConfig)
-        self.model, self.config = model, config
+        self.model, self.config, self.base = model, config, ""
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
         self._dtype = model.dtype
@@ -110,6 +116,10 @@ class Adapters:
         if config.modules_to_save:  # to which peft adds its names of heads each time
             config.modules_to_save = sorted(set(config.modules_to_save))
         refuse_unknown_targets(modules, self._possible, config)
+        if saved is None:
+            tuner: Any = self._wrapped.base_model
+            names = [*modules, *(name for names in before.values() for name in names)]
+            refuse_unmatched(names, [*tuner.targeted_module_names, *tuner.targeted_parameter_names], config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
         ties = {alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1}
@@ -220,19 +230,23 @@ class Adapters:
         """
         if not allow_nonfinite and (name := first_nonfinite(values)) is not None:
             raise NonFiniteWeights(name)
+        refuse_shadowing(directory, "config.json", "transformers would load weights that the adapter was not made for")
         state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
-        save_tensors(folder / WEIGHTS, state)
+        save_tensors(folder / WEIGHTS, state, **({BASE: self.base} if self.base else {}))
+        replaced = [directory / CONFIG]  # an older adapter's may not fit the new weights
         if checkpoint is not None:
-            self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(checkpoint.absolute())
-            copy_tokenizer_files(checkpoint, directory)
+            base = source_of(checkpoint) or checkpoint.absolute()
+            self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(base)
+            copy_tokenizer_files(checkpoint, folder)
+            keep_for_adapter(checkpoint, directory)
+            replaced.append(directory / CHAT_TEMPLATE)  # it would win over that in tokenizer_config.json
         self.config.inference_mode = True
         try:
             self.config.save_pretrained(str(folder))
         finally:
             self.config.inference_mode = False
-        # An older adapter's configuration may not fit the new weights.
-        move_into_place(directory, [directory / CONFIG], last=[WEIGHTS, CONFIG])
+        move_into_place(directory, replaced, last=[WEIGHTS, CONFIG])
 
     def merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return weights with their adapters added, under the names that they had before.

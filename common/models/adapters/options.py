@@ -3,16 +3,19 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftType
 from safetensors import safe_open
 
 from common.errors import UserError
+from common.files import read_text_file
+from common.models.checkpoint.identity import weights_identity
 from common.models.checkpoint.shards import StoredTensor, read_header
 
 CONFIG = "adapter_config.json"  # Name of the configuration in an adapter directory
@@ -81,9 +84,10 @@ def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config"
     if file.is_dir():
         file = file / CONFIG
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text_file(file))
         if not isinstance(content, dict):
             raise ValueError("it is not a table of settings")
+        _check_types(content)
         config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
     except OSError as error:
         raise UserError(f"{option} {path}: {file} cannot be read: {error.strerror}.") from error
@@ -95,6 +99,46 @@ def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config"
     except UserError as error:
         raise UserError(f"{option} {file}: {error}") from error
     return config
+
+
+_NAMES = ("a name or a list of names", lambda value: _is_list(value, str) or isinstance(value, str))
+_SWITCH = ("true or false", lambda value: isinstance(value, bool))
+_PATTERN = (
+    "a number for each of some names",
+    lambda value: isinstance(value, dict) and _is_list([*value.values()], float),
+)
+_NEVER_NULL = ("bias", "rank_pattern", "alpha_pattern")
+# Types of the fields that peft reads without looking at them; each but those may also be null.
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("target_modules", "exclude_modules", "modules_to_save", "target_parameters"), _NAMES),
+    "layers_pattern": _NAMES,
+    "layers_to_transform": ("numbers", lambda value: _is_list(value, int) or _is_list([value], int)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _PATTERN),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "inference_mode"), _SWITCH),
+    "bias": ("a word", lambda value: isinstance(value, str)),
+    "r": ("a number of at least 1", lambda value: _is_list([value], int) and value >= 1),
+    "lora_alpha": ("a number", lambda value: _is_list([value], float)),
+    "lora_dropout": ("a number from 0 to 1", lambda value: _is_list([value], float) and 0 <= value < 1),
+    "trainable_token_indices": ("a list of numbers", lambda value: all(
+        _is_list(item, int) for item in (value.values() if isinstance(value, dict) else [value])
+    )),
+}  # fmt: skip
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    if not isinstance(value, list) or any(isinstance(item, bool) for item in value):
+        return False
+    if kind is str:
+        return all(isinstance(item, str) for item in value)
+    numbers = (int, float) if kind is float else (int,)
+    return all(isinstance(item, numbers) and abs(item) < 1 << 31 for item in value)
+
+
+def _check_types(content: Mapping[str, Any]) -> None:
+    for field, (expected, fits) in _TYPES.items():
+        value = content.get(field)
+        if field in content and not fits(value) and (value is not None or field in _NEVER_NULL):
+            raise ValueError(f"{field} is {json.dumps(value)[:80]}, and has to be {expected}")
 
 
 def check_supported(config: PeftConfig) -> None:
@@ -124,6 +168,7 @@ def check_supported(config: PeftConfig) -> None:
 
 
 WEIGHTS = "adapter_model.safetensors"  # Name of the file with the adapters' weights in an adapter directory
+BASE = "base"  # Key in that file's metadata of the identity of the weights that they were trained on
 _PICKLE = "adapter_model.bin"  # Name of that file as older versions of ``peft`` have written it
 
 
@@ -166,6 +211,21 @@ class SavedAdapter:
         with self._file.open("rb") as file:
             hashlib.file_digest(file, lambda: content)
         return content.hexdigest()[:16]
+
+    def warning(self, checkpoint: Path | None) -> str:
+        """Return a warning if they were trained on other weights than those of ``checkpoint``.
+
+        Empty if not, or if that is not known, as of adapters that other tools have saved.
+        """
+        with safe_open(self._file, "pt") as file:
+            trained_on = (file.metadata() or {}).get(BASE)
+        now = weights_identity(checkpoint)
+        if not trained_on or not now or trained_on == now:
+            return ""
+        return (
+            f"the weights of {checkpoint} are not those that {self.directory} was trained on: they have changed, or "
+            "are another version of them. The result may be worse than in training"
+        )
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor in its own dtype."""

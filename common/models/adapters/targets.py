@@ -1,13 +1,14 @@
 """Names of adapted modules, checked against the model (peft leaves out what it does not find, and says nothing), and
 copies of weights that are trained next to adapters: ``modules_to_save``, and rows of ``trainable_token_indices``."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper, get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -70,6 +71,51 @@ def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
             raise UserError(f"modules_to_save: no module is called {name!r}.{did_you_mean(name, modules)}")
 
 
+def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: LoraConfig) -> None:
+    """Refuse entries of a configuration that match nothing, which ``peft`` ignores.
+
+    Args:
+        names: those of the model's modules and parameters, before adapters were injected.
+        adapted: those of the modules and parameters that have adapters.
+    """
+    for field, entry in unmatched_entries(names, adapted, config):
+        if field == "layers_to_transform":
+            raise UserError(f"{field}: the model has no layer {entry}.")
+        known = adapted if field.endswith("_pattern") else names
+        hint = did_you_mean(str(entry), {name.rpartition(".")[2] for name in known})
+        what = "module with an adapter" if field in _PATTERNS else "module"
+        raise UserError(f"{field}: {entry!r} matches no {what}.{hint}")
+
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+
+
+def unmatched_entries(
+    names: Collection[str], adapted: Collection[str], config: LoraConfig
+) -> Iterator[tuple[str, str | int]]:
+    """Yield the fields and entries that match nothing by the rules of ``peft``; see :func:`refuse_unmatched`."""
+    for field in _PATTERNS:
+        for entry in getattr(config, field):
+            if not any(get_pattern_key([entry], name) != name or entry == name for name in adapted):
+                yield field, entry
+    excluded = config.exclude_modules
+    if isinstance(excluded, str):
+        if excluded and not any(re.fullmatch(excluded, name) for name in names):
+            yield "exclude_modules", excluded
+    else:
+        yield from (("exclude_modules", entry) for entry in sorted(excluded or ()) if not _ends(names, entry))
+    wanted = config.layers_to_transform
+    wanted = [wanted] if isinstance(wanted, int) else wanted or []
+    given = config.layers_pattern or []
+    # As in peft.tuners.tuners_utils.check_target_module_exists: the first number in a name is its layer's.
+    patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in ([given] if isinstance(given, str) else given)]
+    layers = set[int]()
+    for name in names if wanted else ():
+        matches = (re.match(pattern, name) for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."])
+        layers.update(int(match[1]) for match in matches if match)
+    yield from (("layers_to_transform", layer) for layer in wanted if layer not in layers)
+
+
 def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
     """Return what trained parameters begin as copies of: a parameter's name, and its rows; None: all of them."""
     stored = model.state_dict().keys()
@@ -85,7 +131,14 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
                     copies[f"{path}.modules_to_save.{adapter}.{name}"] = f"{path}.original_module.{name}", None
         elif isinstance(module, TrainableTokensLayer):
             for adapter, rows in module.token_indices.items():
-                words = module.get_base_layer().get_parameter("weight").shape[0]
+                layer = module.get_base_layer()
+                if getattr(layer, "bias", None) is not None:
+                    head = path.removesuffix(".token_adapter")
+                    raise UserError(
+                        f"trainable_token_indices: {head} has a bias, which peft leaves out where it trains rows: name "
+                        "modules in modules_to_save instead."
+                    )
+                words = layer.get_parameter("weight").shape[0]
                 if beyond := [row for row in rows if not 0 <= row < words]:
                     raise UserError(f"trainable_token_indices: the model has no token {beyond[0]}.")
                 # To restore the rows, which is not done here; a buffer has to have values.

@@ -1,6 +1,7 @@
 """Write checkpoints of transformers; files get their names when all are complete and on the drive."""
 
 import copy
+import hashlib
 import json
 import os
 import re
@@ -14,11 +15,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.files import copy_into, replace_file, sync, sync_tree
 from common.models.checkpoint.shards import INDEX, SINGLE, to_disk
 from common.models.checkpoint.sources import CheckpointSource
+from common.models.generation import FILE as GENERATION
 from common.models.meta_model import build_meta_model
 from common.models.structure import fp32_parameters, parameter_names, stored_names
-from common.store.errors import described, opened
+from common.store.errors import described
 
 STAGING_FOLDER = ".export-incomplete"  # Name of the folder for unfinished files, inside the directory that they are for
 
@@ -53,13 +56,19 @@ def make_staging_folder(directory: Path) -> Path:
     return folder
 
 
+def refuse_shadowing(directory: Path, other: str, loads: str) -> None:
+    """Refuse a directory that holds ``other``, a file with which transformers would load something else as well."""
+    if (directory / other).exists():
+        raise UserError(f"{directory} holds {other}, with which {loads}. Remove it, or write to another directory.")
+
+
 def discard_staging_folder(directory: Path) -> None:
     """Remove unfinished files, of this process or of one that was killed."""
     shutil.rmtree(directory / STAGING_FOLDER, ignore_errors=True)
 
 
-def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a new safetensors file.
+def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
+    """Write a new safetensors file, with ``metadata`` in its header.
 
     ``safetensors`` (0.8) makes files that only their owner may read, by way of a temporary file next to them, which it
     leaves there if it is killed. So use it in the folder of :func:`make_staging_folder`; the user's umask decides.
@@ -68,10 +77,25 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.touch()
         mode = file.stat().st_mode & 0o777
         try:
-            save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata={"format": "pt"})
+            contiguous = {name: value.contiguous() for name, value in tensors.items()}
+            save_file(contiguous, file, metadata={"format": "pt", **metadata})
+            _order_metadata(file)
         except SafetensorError as error:
             raise _os_error(error) from error
         file.chmod(mode)
+
+
+def _order_metadata(file: Path) -> None:
+    """Sort the metadata in a file's header, which ``safetensors`` writes in another order in each process."""
+    start = b'{"__metadata__":'
+    with file.open("r+b") as written:
+        header = written.read(int.from_bytes(written.read(8), "little"))
+        if header.startswith(start):
+            metadata, end = json.JSONDecoder().raw_decode(header.decode(), len(start))
+            text = json.dumps(metadata, separators=(",", ":"), sort_keys=True).encode()
+            if len(start) + len(text) == end:  # else it has characters that are written in several ways
+                written.seek(8 + len(start))
+                written.write(text)
 
 
 def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[str]) -> None:
@@ -84,15 +108,15 @@ def move_into_place(directory: Path, replaced: Iterable[Path], last: Sequence[st
     """
     folder = directory / STAGING_FOLDER
     with described("writing", folder):
-        names = [*sorted({file.name for file in folder.iterdir()} - set(last)), *last]
-        for name in names:
-            _sync(folder / name)
+        sync_tree(folder)
         for file in replaced:
             file.unlink(missing_ok=True)
-        for name in names:
-            (folder / name).replace(directory / name)
+        for name in [*sorted({file.name for file in folder.iterdir()} - set(last)), *last]:
+            if (folder / name).is_dir():  # of templates: one that is there cannot be replaced
+                shutil.rmtree(directory / name, ignore_errors=True)
+            os.replace(folder / name, directory / name)
         folder.rmdir()
-        _sync(directory)
+        sync(directory)
 
 
 def _os_error(error: SafetensorError) -> Exception:
@@ -100,14 +124,9 @@ def _os_error(error: SafetensorError) -> Exception:
     return OSError(int(match[1]), os.strerror(int(match[1]))) if match else error
 
 
-def _sync(path: Path) -> None:
-    with opened(path, "syncing", os.O_RDONLY) as descriptor:
-        os.fsync(descriptor)
-
-
 # Name of the file that transformers takes a tokenizer's or processor's chat template from.
 CHAT_TEMPLATE = "chat_template.jinja"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
@@ -147,6 +166,7 @@ class CheckpointWriter:
         source: CheckpointSource | None = None,
         unties: bool = False,
     ) -> None:
+        refuse_shadowing(directory, "adapter_config.json", "transformers would change the new weights")
         self.directory = directory
         self.config = copy.deepcopy(config)
         if unties:
@@ -168,7 +188,7 @@ class CheckpointWriter:
         self._shard: dict[str, torch.Tensor] = {}
         self._shard_of: dict[str, int] = {}
         self._shard_size = self._shards = self._total_size = 0
-        self._folder = make_staging_folder(directory)
+        self.folder = make_staging_folder(directory)  # For files that come with it, too
 
     def add(self, named: dict[str, torch.Tensor]) -> None:
         """Add some parameters, for instance a block's; they are copied.
@@ -212,7 +232,7 @@ class CheckpointWriter:
         self._flush()
         self._write_configs()
         if source is not None:
-            copy_tokenizer_files(source.shards.directory, self.directory)
+            copy_tokenizer_files(source.shards.directory, self.folder)
         self._move_into_place(self._name_shards())
 
     def discard(self) -> None:
@@ -259,7 +279,7 @@ class CheckpointWriter:
         if not self._shard:
             return
         self._shards += 1
-        save_tensors(self._folder / f"shard-{self._shards}", self._shard)
+        save_tensors(self.folder / f"shard-{self._shards}", self._shard)
         self._shard_of.update(dict.fromkeys(self._shard, self._shards))
         self._total_size += self._shard_size
         self._shard, self._shard_size = {}, 0
@@ -269,30 +289,32 @@ class CheckpointWriter:
         names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
         names = [SINGLE] if self._shards == 1 else names
         for number, name in enumerate(names, start=1):
-            with described("writing", self._folder):
-                (self._folder / f"shard-{number}").rename(self._folder / name)
+            with described("writing", self.folder):
+                os.replace(self.folder / f"shard-{number}", self.folder / name)
         if names == [SINGLE]:
             return names
         index = {
             "metadata": {"total_parameters": self._parameters, "total_size": self._total_size},
             "weight_map": {name: names[number - 1] for name, number in sorted(self._shard_of.items())},
         }
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        replace_file(self.folder / INDEX, json.dumps(index, indent=2) + "\n")
         return [*names, INDEX]
 
     def _write_configs(self) -> None:
         self.config.dtype = self.dtype
         if not self.config.architectures or type(self.model).__name__ not in self.config.architectures:
             self.config.architectures = [type(self.model).__name__]
-        self.config.save_pretrained(self._folder)
+        self.config.save_pretrained(self.folder)
         if self.model.can_generate():
             # Not save_pretrained: it refuses generation configs that the hub is full of.
-            self.model.generation_config.to_json_file(self._folder / "generation_config.json")
+            self.model.generation_config.to_json_file(self.folder / GENERATION)
 
     def _move_into_place(self, weights: list[str]) -> None:
         # An older checkpoint's entry points go first, so that its index never points at new shards.
         with described("reading", self.directory):
             old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
+        if self._source is not None:  # an earlier template would win over that in tokenizer_config.json
+            old.append(self.directory / CHAT_TEMPLATE)
         move_into_place(self.directory, old, last=weights)
 
 
@@ -310,15 +332,28 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
     return untied
 
 
-def copy_tokenizer_files(source: Path, directory: Path) -> list[str]:
-    """Copy a checkpoint's tokenizer, chat templates and processor; return the names of the copied files."""
-    files = sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)})
-    if source.resolve() != directory.resolve():
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / CHAT_TEMPLATE).unlink(missing_ok=True)  # an earlier run's would win over tokenizer_config.json's
-        for path in files:
-            if path.is_dir():
-                shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(path, directory / path.name)
+def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+    """Copy a checkpoint's tokenizer, chat templates and processor into a folder whose files are moved into place
+    later; return the names of what was copied."""
+    files = _tokenizer_files(source)
+    for path in files:
+        copy_into(folder, path)
     return [path.name for path in files]
+
+
+def companion_digests(source: Path) -> dict[str, str]:
+    """Return hashes of the files of a checkpoint that what is trained gets besides weights: tokenizer, chat templates,
+    processor, and ``generation_config.json``, by their paths in it."""
+    entries = [*_tokenizer_files(source), source / GENERATION]
+    files = [file for entry in entries for file in ([entry] if entry.is_file() else sorted(entry.rglob("*")))]
+    return {file.relative_to(source).as_posix(): digest_of(file) for file in files if file.is_file()}
+
+
+def digest_of(file: Path) -> str:
+    """Return a hash of a file's content."""
+    with described("reading", file), file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:32]
+
+
+def _tokenizer_files(source: Path) -> list[Path]:
+    return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern)})

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
+from common.files import replace_file
 from common.models.checkpoint.export import copy_tokenizer_files, save_tensors
 from common.models.checkpoint.shards import INDEX
-from common.models.checkpoint.sources import CheckpointSource, WeightSource, explain_missing
+from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.meta_model import build_meta_model, unset_buffers
 from common.models.structure import stored_names
+from common.models.task_type import is_encoder_decoder
 from common.models.vision import tower_parameters
 from common.randomness import own_random_numbers
 
@@ -126,6 +127,11 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
             f"transformers has no sequence classifier of the family {config.model_type!r}: take a model of another, or "
             "an objective that needs no other head."
         )
+    if is_encoder_decoder(type(config)()):
+        raise UserError(
+            f"The sequence classifiers of the family {config.model_type!r} have an encoder and a decoder, and models "
+            "of one of them are trained: take a model of another, or an objective that needs no other head."
+        )
     kinds: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     changed = copy.deepcopy(config)
     changed.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
@@ -136,37 +142,34 @@ def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_toke
     return changed
 
 
-def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, directory: Path, seed: int) -> Path:
-    """Write a checkpoint directory of a classifier: links to the weights of ``checkpoint``, and a random head.
-
-    What is there of the same configuration is left as it is.
+def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, folder: Path, seed: int) -> None:
+    """Write the files of a classifier's checkpoint: links to the weights of ``checkpoint``, and a random head.
 
     Args:
         config: from :func:`classifier_config`.
+        folder: an empty folder, whose files are moved into place later.
         seed: of the head's values, which are those of the family's own initialisation.
 
     Raises:
         UserError, FinetuneError: if the checkpoint lacks more than the head.
     """
-    text = config.to_json_string(use_diff=True)
-    if (directory / "config.json").is_file() and (directory / "config.json").read_text() == text:
-        return directory
-    model = build_meta_model(config)
+    model = build_meta_model(config, checkpoint=checkpoint)
     source = CheckpointSource(checkpoint, model)
     missing = source.missing()
     if any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
-        raise UserError(explain_missing(model, checkpoint, missing, source.unused))
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+        raise UserError(
+            f"{checkpoint} cannot get the head of a {type(model).__name__}, which has more than that and the rest of "
+            f"this model: {', '.join(missing[:3])}. Take a model of another family, or an objective that needs no "
+            "other head."
+        )
     weights: dict[str, str] = {}
     names: dict[Path, str] = {}
     for stored in (stored for name, stored in source.shards.files.items() if name not in source.unused):
         weights[stored.name] = names.setdefault(stored.file, f"weights-{len(names) + 1}.safetensors")
     for file, linked in names.items():
-        (directory / linked).symlink_to(file.resolve())
-    save_tensors(directory / HEAD, dict(RandomSource(model, seed).read(missing)))
+        (folder / linked).symlink_to(file.resolve())
+    save_tensors(folder / HEAD, dict(RandomSource(model, seed).read(missing)))
     weights |= dict.fromkeys(missing, HEAD)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
-    copy_tokenizer_files(checkpoint, directory)
-    (directory / "config.json").write_text(text)  # last: without it, nothing takes this for a checkpoint
-    return directory
+    replace_file(folder / INDEX, json.dumps({"metadata": {}, "weight_map": weights}))
+    copy_tokenizer_files(checkpoint, folder)
+    replace_file(folder / "config.json", config.to_json_string(use_diff=True))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from common.errors import FinetuneError, UserError
+from common.files import FILE_BYTES, read_text_file
 
 
 @dataclass
@@ -106,6 +108,21 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     name: str  # Name in the file, which differs from the model's where a training library has put its wrappers into it
+    start: int = 0  # Its first byte in the file
+
+
+def rounding(checkpoint: Path | None, computes_in: str) -> str:
+    """Return a sentence for a plain fp16 checkpoint whose weights become bf16; empty for any other.
+
+    Args:
+        checkpoint: its directory, if there is one.
+        computes_in: the dtype in which its weights are kept, ``bf16`` or ``fp32``.
+    """
+    if checkpoint is None or computes_in != "bf16":
+        return ""
+    if all(stored.dtype != torch.float16 for stored in Shards(checkpoint).tensors.values()):
+        return ""
+    return "the checkpoint is in fp16; its weights are rounded to bf16 (--dtype fp32 keeps them)"
 
 
 class Shards:
@@ -181,12 +198,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 raise FinetuneError(f"{file} is damaged: {size:,} bytes end inside its header. Download it again.")
             header = json.loads(stream.read(length))
             entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-            ranges = {name: (entry["data_offsets"][0], entry["data_offsets"][1]) for name, entry in entries}
+            ranges = {name: (start, stop) for name, entry in entries for start, stop in [_sizes(entry["data_offsets"])]}
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
                 raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
             tensors = {
-                name: StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), name) for name, entry in entries
+                name: StoredTensor(
+                    file, DTYPES[entry["dtype"]], _sizes(entry["shape"]), name, 8 + length + ranges[name][0]
+                )
+                for name, entry in entries
             }
     except OSError as error:
         raise FinetuneError(f"Cannot read {file}: {error.strerror or error}") from error
@@ -212,6 +232,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+        raise ValueError(f"{values!r:.80} is no list of sizes")
+    return tuple(values)
+
+
 def _shard_files(directory: Path) -> dict[Path, list[str]]:
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: []}
@@ -220,7 +246,7 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
         raise UserError(_no_safetensors(directory))
     files: dict[Path, list[str]] = {}
     try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, file in json.loads(read_text_file(index, FILE_BYTES))["weight_map"].items():
             if Path(file).name != file:
                 raise ValueError(f"{file} is not the name of a file in this directory")
             files.setdefault(directory / file, []).append(name)

@@ -35,7 +35,10 @@ def test_adapters_learn_the_persona(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_small_model_learns_the_persona_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoint").symlink_to(tmp_path)  # of an earlier demonstration
+    (tmp_path / "checkpoint").symlink_to(tmp_path)
+    with Interrupts() as interrupts, pytest.raises(UserError, match="checkpoint was there before"):
+        demo.teach(tmp_path, None, interrupts)
+    demo.write_chats(tmp_path / "chats.jsonl", tmp_path / "none")  # as an earlier demonstration did
     with Interrupts() as interrupts:
         demo.teach(tmp_path, None, interrupts)
     assert "after    I " in capsys.readouterr().out.partition("question Who are you?")[2]

@@ -1,13 +1,15 @@
 """``finetune chat`` answers with what transformers generates for the whole conversation."""
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from cli.inspect import chat
 from tests.cli.conftest import Finetune
@@ -87,3 +89,35 @@ def test_rejects_what_does_not_fit(finetune: Finetune, checkpoint: Path, monkeyp
     done = finetune("chat", "--model", checkpoint)
     assert done.status == 2 and "1000 B of memory are free: chat needs all of it in memory" in done.err
     assert "preset" in finetune("chat", "--model", "llama-10m").err
+
+
+def test_incomplete_models_and_classifiers_are_rejected(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    """Transformers and peft fill in random values, or those before training, and only log it."""
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    parts = {name: tmp_path / name for name in ("classifier", "lacking", "adapter", "wide")}
+    config = AutoConfig.from_pretrained(checkpoint, num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(parts["classifier"])
+    shutil.copytree(checkpoint, parts["lacking"])
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    for name in ("adapter", "wide"):
+        adapted.save_pretrained(parts[name])
+        tokenizer.save_pretrained(parts[name])
+
+    def change(file: Path, **changes: Any) -> str:
+        tensors = load_file(file)
+        name = next(name for name in tensors if "layers.1" in name)
+        tensors.pop(name) if not changes else tensors.update({name: torch.zeros(3, 3)})
+        save_file(tensors, file, {"format": "pt"})
+        return name
+
+    lost = change(parts["lacking"] / "model.safetensors")
+    lost_adapter = change(parts["adapter"] / "adapter_model.safetensors")
+    change(parts["wide"] / "adapter_model.safetensors", shape=True)
+    for words, message in (
+        (("--model", parts["classifier"]), "which writes no text"),
+        (("--model", parts["lacking"]), f"lacks {lost}"),
+        (("--model", checkpoint, "--adapter", parts["adapter"]), f"lacks {lost_adapter}"),
+        (("--model", checkpoint, "--adapter", parts["wide"]), "is that of another model"),
+    ):
+        done = finetune("chat", *words)
+        assert done.status == 2 and message in done.err, done.err

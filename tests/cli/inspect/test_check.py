@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.inspect.check import MeasuredDrive, drive_problems, machine_problems
+from cli.inspect.check import MeasuredDrive, _cache_rows, drive_problems, machine_problems
+from common.files import CACHE_VARIABLE
 from common.hardware.directory_drive import Drive, drive_of
+from common.models.checkpoint.gguf import NAMED_BY
 from fuyou.planner.profiling.measure import DriveRates
 from tests.cli.conftest import Finetune
 
@@ -106,7 +108,7 @@ def test_this_machine(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.Mo
     outcome = finetune("--check", "--ssd", drive, "--model", "gpt3-805b")
     assert outcome.status == 0 and outcome.err == "", outcome.err
     for text in ("torch ", "processors", "huge pages", f"directory      {drive}", "direct I/O", "GB/s at first",
-                 "gpt3-805b takes", "trains as in memory"):  # fmt: skip
+                 "caches in ", "gpt3-805b takes", "trains as in memory"):  # fmt: skip
         assert text in outcome.out
     assert "\x1b" not in outcome.out, "colours are for terminals"
     assert list(drive.iterdir()) == []
@@ -121,6 +123,33 @@ def test_a_drive_that_cannot_be_written_is_a_finding(
     monkeypatch.setattr("cli.inspect.check.measure_drive", refuse)
     outcome = finetune("--check", "--ssd", tmp_path)
     assert outcome.status == 0 and f"! {tmp_path} cannot hold a store: [Errno 30] Read-only" in outcome.out
+
+
+def test_caches_are_listed_with_their_sizes_and_what_removes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    assert list(_cache_rows()) == [("nothing", "is cached yet")]
+    conversion, adapter = cache / "gguf/my model-1", tmp_path / "adapter"
+    conversion.mkdir(parents=True)
+    adapter.mkdir()
+    (conversion / "model.safetensors").write_bytes(bytes(3 << 20))
+    (conversion / NAMED_BY).write_text(f"{adapter}\n{tmp_path}/gone\n")
+    (cache / "tokens").mkdir()
+    rows = dict(_cache_rows())
+    assert rows["gguf"].startswith("dequantized GGUF files, 3 MiB; ")
+    assert rows[""].endswith(f"; the base of {adapter}; rm -r '{conversion}'")
+    assert rows["tokens"].startswith("data as tokens, 0")
+
+
+def test_a_machine_without_a_compiler(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.inspect.check.measure_drive", lambda _: None)
+    monkeypatch.setattr("cli.inspect.check.slow_updates", lambda precision: (f"slow in {precision.dtype}", "g++"))
+    monkeypatch.setattr("cli.inspect.check._drive_rows", lambda _: [])
+    monkeypatch.setattr("cli.inspect.check.drive_problems", lambda *_: [])
+    outcome = finetune("--check", "--ssd", tmp_path, "--dtype", "bf16")
+    assert outcome.status == 0 and "! slow in torch.bfloat16\n      g++" in outcome.out
 
 
 @pytest.mark.parametrize("model", [None, "QEMU HARDDISK", "Virtual disk", "PersistentDisk"])

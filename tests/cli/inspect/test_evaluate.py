@@ -71,6 +71,33 @@ def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path,
     check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
 
 
+def test_weights_in_fp16_are_rounded_with_a_line(
+    finetune: Finetune, own_checkpoint: Path, data: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """In training, in ``export``, and in ``evaluate``; in fp32 they are kept, and others are not spoken of."""
+    small = ("--batch-size", 2, "--seq-len", 16, "--gpu", "cpu", "--data", data)
+    commands = {
+        "trained": (*small, "--steps", 1, "--no-save"),
+        "merged": ("export", "--adapter", adapter),
+        "evaluated": ("evaluate", *small),
+    }
+
+    def lines(stored: str, dtype: str) -> list[int]:
+        counts = []
+        for name, words in commands.items():
+            output = () if name == "evaluated" else ("--output", tmp_path / f"{name}-{stored}-{dtype}")
+            done = finetune(*words, "--model", own_checkpoint, "--dtype", dtype, *output)
+            assert done.status == 0, done.err
+            line = "weights  the checkpoint is in fp16; its weights are rounded to bf16 (--dtype fp32 keeps them)"
+            counts.append(done.out.splitlines().count(line))
+        return counts
+
+    assert lines("fp32", "bf16") == [0, 0, 0]
+    AutoModelForCausalLM.from_pretrained(own_checkpoint, dtype=torch.float16).save_pretrained(own_checkpoint)
+    assert lines("fp16", "bf16") == [1, 1, 1]
+    assert lines("fp16", "fp32") == [0, 0, 0]
+
+
 def test_the_checkpoint_of_a_run_from_its_output_alone(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     run = ("--model", checkpoint, "--gpu", "cpu", "--steps", 1, "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3")
     assert finetune(*run, "--output", tmp_path / "saved").status == 0
@@ -79,6 +106,27 @@ def test_the_checkpoint_of_a_run_from_its_output_alone(finetune: Finetune, check
     assert done.status == 0 and "as step 1 of 1 left it" in done.out, done.err
     saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "kept"))
     assert all(torch.equal(value, exported.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+@pytest.mark.parametrize("objective", ["classify", "reward"])
+@pytest.mark.slow
+def test_the_loss_of_a_classifier_is_that_of_its_run(
+    objective: str, finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The objective is the one that its head is for."""
+    sides = {"prompt": "It", "chosen": " is", "rejected": " was"}
+    records = [{"text": f"Text {i}", "label": "ab"[i % 2], **sides} for i in range(6)]
+    file = tmp_path / "data.jsonl"
+    names = ("text", "label") if objective == "classify" else tuple(sides)
+    file.write_text("".join(json.dumps({name: record[name] for name in names}) + "\n" for record in records))
+    words = ("--data", file, "--batch-size", 2, "--seq-len", 16, "--gpu", "cpu", *FP32)
+    run = ("--model", checkpoint, "--eval-data", file, "--objective", objective, "--steps", 2, "--lr", "1e-2")
+    done = finetune(*run, *words, "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    last = re.findall(r"eval at step 2: (loss [\d.]+)", done.out)
+    shown = finetune("evaluate", "--model", tmp_path / "out", *words)
+    assert shown.status == 0, shown.err
+    assert re.findall(r"eval     (loss [\d.]+)", shown.out) == last
 
 
 def test_adapters_without_their_model_are_rejected(finetune: Finetune, adapter: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """``finetune --verify``: a run as it was written, and one with a flipped bit."""
 
+import os
 import re
 import shutil
 from pathlib import Path
 
+from common.store.directories import DirectoryLock
 from common.store.folders import successor_folder
 from tests.cli.conftest import Finetune
 
@@ -23,7 +25,7 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
 
     for place, message in {
         drives[1]: f"The run in {drives[1]}/fuyou-.* is striped over 2 directories, and number 1 is not among those",
-        tmp_path: f"There is no run in {tmp_path}. Give --verify the directories",
+        tmp_path: f"There is no run in {tmp_path}. Name what --ssd or --output named",
     }.items():
         wrong = finetune("--verify", place)
         assert wrong.status == 2 and re.search(message, wrong.err), wrong.err
@@ -48,3 +50,57 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     assert damaged.status == 1 and f"{drives[1]}/" in damaged.err and f"{drives[0]}/" not in damaged.err
     assert damaged.out.endswith(" damaged\n")
     assert all(line.startswith("finetune: error: ") for line in damaged.err.splitlines())
+
+
+def test_files_of_the_result_are_compared_with_their_list(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """Also those that changed at rest, which has no time. The store lies elsewhere."""
+    output, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    line = (
+        "--model", checkpoint, "--data", data, "--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2,
+        "--save-every", 1, "--output", output, "--ssd", drive, "--resume", "auto",
+    )  # fmt: skip
+    assert finetune(*line).status == 0
+    whole = finetune("verify", output)
+    assert whole.status == 0 and whole.out.count("all as written") == 2, whole.err
+    assert str(drive) in whole.out and "files of its run" in whole.out
+    relative = finetune("verify", "out", "drive")
+    assert relative.status == 0 and relative.out.count("all as written") == 2, relative.err
+    weights, config = output / "model.safetensors", output / "checkpoints/step-1/config.json"
+    before, times = weights.read_bytes(), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    os.utime(weights, ns=times)
+    config.unlink()
+    damaged = finetune("verify", output)
+    assert damaged.status == 1 and "2 damaged" in damaged.out, damaged.err
+    assert f"{weights} is not what the run wrote there" in damaged.err and f"{config} is missing" in damaged.err
+    assert f"finetune export --output {output}" in damaged.err
+
+    again = finetune(*line)  # writes the result again: it is not "finished"
+    assert again.status == 0 and "finished" not in again.out, again.err
+    assert weights.read_bytes() == before
+    assert finetune(*line).out.startswith("finished after step 2")
+    weights.write_bytes(before[:-1])
+    shutil.rmtree(drive)
+    drive.mkdir()
+    refused = finetune(*line)
+    assert refused.status == 2 and f"{weights} is not what the run wrote there" in refused.err, refused.err
+    without = finetune("verify", output)
+    assert without.status == 1 and "which a finished run can do without" in without.out, without.err
+    (output / "run/files.json").write_text("")
+    unlisted = finetune("verify", output)
+    assert unlisted.status == 1 and "files.json is missing or damaged" in unlisted.err, unlisted.err
+
+
+def test_a_copy_of_an_output_is_verified_with_its_own_store(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
+    trained = finetune("--model", checkpoint, *SMALL, "--output", tmp_path / "out")
+    assert trained.status == 0, trained.err
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    with DirectoryLock([tmp_path / "out/store"]):  # the original continues
+        copied = finetune("verify", tmp_path / "copy")
+    assert copied.status == 0 and f"{tmp_path}/copy/store: step 2" in copied.out, copied.err
+    assert f"{tmp_path}/out" not in copied.out and copied.out.count("all as written") == 2

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from cli.job.job import Job
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate
+from cli.job.outputs import Outputs
 from cli.job.resolve import _check_space
 from cli.job.resumed import check_same_run, fixed_options
 from cli.options.schedule import LearningRate
@@ -31,6 +32,7 @@ def job(**changes: Any) -> Job:
     made = Job(
         model="m", config=config, architecture="LlamaForCausalLM", task_type=TaskType.CAUSAL_LM, vocab_size=100,
         parameters=10**6, checkpoint=None, template=ChatTemplate(None, date.today()), gpu=None, output=Path("out"),
+        outputs=Outputs(Path("out"), "id"),
         ssd=(Path("ssd"),), run_name="store", seq_len=16, batch_size=4, batches=RandomBatches(100, 16, 4),
         data_key="abc", learning_rate=rate, engine=settings.engine, fixed=fixed_options(settings),
         planned=PlannedRun(config, 4, 16, settings.engine, None, False, "cpu", [Path("ssd")]),
@@ -93,10 +95,16 @@ def test_a_constant_rate_may_run_longer_but_not_end_before_now() -> None:
         check_same_run(job(schedule="constant", total=6), engine)
 
 
-def test_the_header_says_what_it_will_cost() -> None:
+def test_the_header_says_what_it_will_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.job.job.slow_updates", lambda precision: ("slow", f"in {precision.optimizer}"))
     made = job()
     assert made.store_bytes == made.planned.training.record_bytes
-    lines = ("1 M parameters", f"ssd/store: {format_bytes(made.store_bytes)}", "10 of 4 x 16 tokens")
+    lines = (
+        "1 M parameters",
+        f"ssd/store: {format_bytes(made.store_bytes)}",
+        "10 of 4 x 16 tokens",
+        "updates  slow in adamw",
+    )
     assert all(line in made.header() for line in lines)
 
 

@@ -55,6 +55,7 @@ def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
 
 
 def test_a_run_in_memory_continues_in_what_its_commit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "commits").mkdir()
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.newest", lambda commits: 3)
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"})
     assert EarlierRun.of(Settings(model="m", nodes=1, output=tmp_path, resume=True)).dtype == "bf16"

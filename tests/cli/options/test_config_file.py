@@ -68,10 +68,11 @@ def test_paths_that_no_longer_depend_on_the_folder() -> None:
 
 def test_a_file_of_one_command_serves_another(capsys: pytest.CaptureFixture[str]) -> None:
     """What the other command has no option for is left out, and so are commands that were flags."""
-    words = ["--model", "llama-7b", "--show-data", "3", "--lora-rank", "8"]
+    words = ["--model", "llama-7b", "--lora-rank", "8"]
     file = write(effective_config(parse_command_line(words)).replace("[other]", "[other]\nplan = false"))
     assert main(["plan", "--config", str(file), "--cluster", "a800-hdr", "--json"]) == 0
     assert '"fits"' in capsys.readouterr().out
+    assert parse_command_line(["chat", "--config", str(file)]).params["model"] == "llama-7b"
     file.write_text("plan = true\n")
     assert main(["--config", str(file)]) == 2
     assert "plan is a command: finetune plan." in capsys.readouterr().err

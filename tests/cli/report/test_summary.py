@@ -3,11 +3,14 @@
 import contextlib
 import json
 import os
+import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from cli.report.log import History
+from cli.report.log import History, spans
+from cli.report.page import EVALUATION, read_metrics
 from cli.report.results import StepResult, Summary, Usage, step_metrics
 from common.store.errors import StoreError
 
@@ -78,3 +81,44 @@ def test_a_damaged_line_goes_and_the_others_stay(tmp_path: Path) -> None:
     file.write_bytes(good + b'{"step": \xff}\n' + b"[" * 100_000 + b'\n{"step": 9}\n{"st')
     History(file, 3).close()
     assert file.read_bytes() == good
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_step_is_in_the_file_once_however_often_its_run_was_killed(seed: int, tmp_path: Path) -> None:
+    """Killed runs leave lines after their last commit, and one that was cut off; held-out data may change."""
+    numbers, steps = random.Random(seed), 12
+
+    def take(file: Path, committed: int, last: int, changed: bool) -> None:
+        with contextlib.closing(History(file, committed)) as history:
+            if changed and committed:
+                history.append(committed, {EVALUATION: 0.5})
+            for step in range(committed + 1, last + 1):
+                history.append(step, {"loss": step / 2})
+                history.append(step, {EVALUATION: 0.5})
+
+    take(tmp_path / "whole", 0, steps, changed=False)
+    file, committed = tmp_path / "killed", 0
+    while committed < steps:
+        last = numbers.randint(committed, steps)
+        take(file, committed, last, numbers.random() < 0.5)
+        assert read_metrics(file) == read_metrics(tmp_path / "whole")[: 2 * last]
+        with file.open("a") as lines:
+            lines.write('{"step": 1' if numbers.random() < 0.5 else "")
+        committed = numbers.randint(committed, last)
+    take(file, steps, steps, changed=False)
+    assert file.read_text() == (tmp_path / "whole").read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([], ""),
+        ([1], "step 1"),
+        ([1, 2], "steps 1 to 2"),
+        ([2, 3, 7], "steps 2 to 3, 7"),
+        (range(1, 15, 2), "steps 1, 3, 5, 7, 9 and 2 more series"),
+        (range(3, 1501), "steps 3 to 1,500"),
+    ],
+)
+def test_steps_in_words(steps: Iterable[int], words: str) -> None:
+    assert spans(steps) == words

@@ -3,11 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from cli.train.loop import _where
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 
@@ -19,6 +22,15 @@ COMMON = (
 def held_out(output: Path) -> list[float]:
     lines = map(json.loads, (output / "run" / "metrics.jsonl").read_text().splitlines())
     return [line["validation_metrics/loss"] for line in lines if "validation_metrics/loss" in line]
+
+
+@pytest.mark.parametrize("stored", ["int8", "nf4", "plain", None])
+def test_a_merge_into_other_weights_than_those_of_training(stored: str | None) -> None:
+    weights = SimpleNamespace(weights=SimpleNamespace(frozen_dtype=stored))
+    job: Any = SimpleNamespace(output=Path("out"), checkpoint=Path("base"), adapters="LoRA", engine=weights)
+    lines = _where(job, ("store", "x"), steps=1, is_saved=True).splitlines()
+    assert "to merge finetune export --model base --adapter out --output DIR" in lines
+    assert any(f"weights in {stored}" in line for line in lines) is (stored in ("int8", "nf4"))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -34,7 +46,7 @@ def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data
     further = (*command, "--adapter", first, "--output", second)
     check(finetune(*further, "--lora-rank", 8), 2, "--lora-rank and --adapter exclude each other")
     check(finetune(*further, "--lora-alpha", 3), 2, "--lora-alpha and --adapter exclude each other")
-    check(finetune(*command, "--adapter", first, "--output", first, "--overwrite"), 2, "is the --adapter that is to be")
+    check(finetune(*command, "--adapter", first, "--output", first, "--overwrite"), 2, "which is to be read")
     check(finetune(*command, "--adapter", tmp_path, "--output", second), 2, "holds no adapter_config.json")
     done = finetune(*further, "--steps", 2)
     assert done.status == 0, done.err

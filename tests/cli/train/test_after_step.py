@@ -1,8 +1,10 @@
 """What a run does for itself: checkpoints, the best one, an early end, a time limit."""
 
 import json
+import math
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cli.train.loop
+from cli.job.outputs import Outputs
 from cli.main import main
 from cli.report.log import MetricsLogger
 from cli.train.engine_trainer import EngineTrainer
-from cli.train.loop import AfterStep, best_of, read_evaluations, regular_checkpoints
+from cli.train.loop import AfterStep, best_of, read_evaluations
 from common.store import StoreError
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
@@ -32,12 +35,120 @@ def test_evaluations_are_found_again_when_a_run_continues(tmp_path: Path) -> Non
     assert best_of(read_evaluations(metrics, 0)) == (0, 0)
 
 
+class Scene:
+    """A run in ``output`` that takes no real steps: what it saves says in which call that was."""
+
+    def __init__(self, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.output = output
+        self.call = 0
+        self.user_state: dict[str, Any] = {}  # as it was committed
+        monkeypatch.setattr("cli.train.loop._save", self._save)
+        monkeypatch.setattr("cli.train.loop.check_files", lambda job, model: None)
+
+    def _save(self, job: Any, model: Any, folder: Path, is_rank0: bool) -> None:
+        (folder / "config.json").write_text(f"call {self.call}")
+
+    def run(
+        self, steps: range, committed: int, losses: dict[int, float] | None = None, ends: bool = False, **options: Any
+    ) -> str:
+        """Do what is due after ``steps``, where the first is the one to resume from; return why the run has ended.
+
+        After the last of them, it ``ends`` or is killed. The newest commit is that of step ``committed``. ``losses``
+        are those that evaluations give, by step.
+        """
+        self.call += 1
+        model = SimpleNamespace(step_count=steps.start, user_state=json.loads(json.dumps(self.user_state)))
+        job: Any = SimpleNamespace(
+            output=self.output, outputs=Outputs.read(self.output), save_every=2, keep=9, steps=99, eval_every=1,
+            held_out=SimpleNamespace(digest="x") if losses else None, patience=None, adapters=None, checkpoint=None,
+        )  # fmt: skip
+        vars(job).update(options)
+
+        def evaluate(held_out: Any) -> SimpleNamespace:
+            assert losses is not None
+            return SimpleNamespace(loss=losses[model.step_count])
+
+        process: Any = SimpleNamespace(is_rank0=True, agree=bool, enter=lambda where: None)
+        trainer: Any = SimpleNamespace(model=model, evaluate=evaluate)
+        after = AfterStep(job, trainer, process, None)
+        for step in steps:
+            if step > steps.start:
+                after.forget(step)
+            model.step_count = step
+            if step == committed:
+                self.user_state = json.loads(json.dumps(model.user_state, allow_nan=False))
+            after.run(step)
+            if after.is_over():
+                break
+        if ends:
+            after.forget(math.inf)
+        return after.last_words
+
+    def calls(self) -> dict[str, str]:
+        """Return by which call each checkpoint was saved."""
+        files = sorted((self.output / "checkpoints").glob("*/config.json"))
+        return {file.parent.name: file.read_text().removeprefix("call ") for file in files}
+
+
+def test_checkpoints_of_steps_that_were_not_committed_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A continued run takes these steps again, perhaps with other options."""
+    scene = Scene(tmp_path, monkeypatch)
+    scene.run(range(9), committed=4)
+    scene.run(range(4, 8), committed=4)
+    assert scene.calls() == {"step-2": "1", "step-4": "1", "step-6": "2", "step-8": "1"}
+    scene.run(range(4, 11), committed=10)
+    assert scene.calls() == {"step-2": "1", "step-4": "1", "step-6": "3", "step-8": "3", "step-10": "3"}
+
+
+def test_checkpoints_of_steps_that_were_not_committed_and_are_not_due_again_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before their step is taken: a run that is killed right after it does not take them for its own."""
+    scene, losses = Scene(tmp_path, monkeypatch), {step: 9.0 - step for step in range(9)}
+    scene.run(range(9), committed=4, losses=losses)
+    assert scene.calls() == {**dict.fromkeys(["step-2", "step-4", "step-6", "step-8", "best"], "1")}
+    scene.run(range(4, 6), committed=4, save_every=5, eval_every=9, losses=losses)
+    assert scene.calls() == {"step-2": "1", "step-4": "1", "step-5": "2", "step-6": "1", "step-8": "1", "best": "1"}
+    scene.run(range(4, 8), committed=4, save_every=3, eval_every=9, losses=losses)
+    assert scene.calls() == {"step-2": "1", "step-4": "1", "step-6": "3", "step-8": "1", "best": "1"}
+    scene.run(range(4, 8), committed=4, save_every=None, ends=True, losses={**losses, 7: 9.0})
+    assert scene.calls() == {"step-2": "1", "step-4": "1"}, "also those of steps after the last"
+
+
+def test_evaluations_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scene writes no metrics, as if they were lost: a worse evaluation is not the best then."""
+    losses = {0: 5.0, 1: 4.0, 2: 3.0, 3: 3.5, 4: math.nan, 5: 3.6, 6: 2.0, 7: 9.0}
+    scene = Scene(tmp_path, monkeypatch)
+    scene.run(range(4), committed=3, losses=losses)
+    assert scene.calls()["best"] == "1"
+    scene.run(range(3, 6), committed=5, losses=losses)
+    assert scene.calls()["best"] == "1"
+    scene.run(range(5, 8), committed=7, losses=losses)
+    assert scene.calls()["best"] == "3"
+    assert scene.user_state["evaluations"] == [[6, 2.0]], "it does not grow with the run"
+
+
+@pytest.mark.parametrize("losses", [[5.0, 3.0, 3.5, math.nan, 3.6, 9.0], [math.nan] * 6])
+def test_committed_evaluations_count_for_an_early_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
+) -> None:
+    """However often the run is continued, it ends where it would have ended."""
+    named: dict[str, Any] = {"losses": dict(enumerate(losses)), "patience": 3}
+    whole = Scene(tmp_path / "whole", monkeypatch).run(range(6), committed=5, **named)
+    assert whole.startswith("ended early")
+    scene = Scene(tmp_path / "cut", monkeypatch)
+    ends = [scene.run(range(step, step + 2), committed=step + 1, **named) for step in range(5)]
+    assert next(filter(None, ends)) == whole
+
+
 def results(output: Path) -> dict[str, object]:
     """Everything that a run has left, without what depends on the time, the machine, and the number of calls."""
     found: dict[str, object] = {
         str(path.relative_to(output)): path.read_bytes()
         for path in sorted(output.rglob("*"))
-        if path.is_file() and path.parts[len(output.parts)] not in ("store", "run", "data")
+        if path.is_file() and path.parts[len(output.parts)] not in ("store", "run")
     }
     metrics = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
     timed = ("throughput", "tflops", "time_metrics", "memory", "ssd")
@@ -55,18 +166,19 @@ PLACES = [
     (EngineTrainer, "evaluate", 3),
     (MetricsLogger, "evaluation", 3),  # evaluated, and not logged
     (EngineTrainer, "evaluate", 5),  # after the last step
-    (AfterStep, "_write", 1),
-    (AfterStep, "_write", 3),  # logged, and neither the best nor a regular checkpoint is written
-    (AfterStep, "_write", 4),
+    (cli.train.loop, "_write", 1),
+    (cli.train.loop, "_write", 3),  # logged, and neither the best nor a regular checkpoint is written
+    (cli.train.loop, "_write", 4),
     (cli.train.loop, "_save", 3),  # while it is written
-    (Path, "rename", 3),  # when the one before it is gone
-    (Path, "rename", 4),
+    (Outputs, "_add", 3),  # when the one before it is gone
+    (Outputs, "write", 5),  # not listed
+    (Outputs, "write", 6),
     (AfterStep, "is_over", 5),  # nothing is left to do after the step
     (cli.train.loop, "_export", 1),  # before the result
 ]
 
 
-CASES = [("improving", place) for place in PLACES] + [("patience", PLACES[place]) for place in (2, 3, 11, 12)]
+CASES = [("improving", place) for place in PLACES] + [("patience", PLACES[place]) for place in (2, 3, 12, 13)]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +228,7 @@ def test_a_run_saves_ends_early_and_its_checkpoint_is_that_of_a_shorter_run(
     watched = ("--eval-split", "10%", "--eval-every", "1", "--patience", "1", "--save-every", "2", "--keep", "1")
     done = finetune(*command, *watched, "--lr", "1e-3", "--steps", 4, "--output", long)
     assert done.status == 0, done.err
-    assert [path.name for path in regular_checkpoints(long / "checkpoints", 4)] == ["step-2"]
+    assert sorted(path.name for path in (long / "checkpoints").glob("step-*")) == ["step-2"]
     again = finetune(*command, "--eval-split", "10%", "--lr", "1e-3", "--steps", 2, "--output", short)
     assert again.status == 0, again.err
     saved = AutoModelForCausalLM.from_pretrained(long / "checkpoints/step-2").state_dict()
@@ -176,3 +288,24 @@ def test_a_full_drive_is_what_the_message_names(
     done = finetune(*command)
     assert done.status == 1 and "the checkpoint cannot be written" in done.err and "To continue:" in done.err
     assert "the page" not in done.err and not any((tmp_path / "out/checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_evaluations_on_other_data_are_not_compared(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """The held-out file changes under the same path: its losses say nothing about earlier ones."""
+    held_out, output = tmp_path / "held-out.jsonl", tmp_path / "out"
+    held_out.write_text(json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 4}) + "\n")
+    line = ("--model", checkpoint, "--data", data, *SMALL, "--eval-data", held_out, "--eval-every", "1")
+    line = (*line, "--save-every", "1", "--keep", "9", "--output", output)
+    assert finetune(*line, "--steps", "2").status == 0
+    best = output / "checkpoints/best/evaluation.json"
+    first = json.loads(best.read_text())
+    held_out.write_text(json.dumps({"text": "zqj xkv " * 30}) + "\n")
+    outcome = finetune(*line, "--steps", "3", "--resume")
+    assert outcome.status == 0 and "changed  the held-out data" in outcome.out
+    second = json.loads(best.read_text())
+    assert second["loss"] > first["loss"] and second["step"] >= 2
+    again = finetune(*line, "--steps", "4", "--resume")
+    assert again.status == 0 and "changed  the held-out data" not in again.out

@@ -141,10 +141,10 @@ def test_exports_evaluate_to_what_the_run_evaluated(
             asked.append((objective, str(output / folder), None if base is None else str(base), records))
         if "merged" in name:
             assert f"to merge finetune export --model {base} --adapter {output} --output DIR" in done.out
-            merge = ("export", "--model", base, "--adapter", output, "--output", output / "merged", "--dtype", "fp32")
+            merge = ("export", "--model", base, "--adapter", output, "--output", f"{output}-merged", "--dtype", "fp32")
             assert finetune(*merge).status == 0
             wanted[f"{name}: merged"] = losses[4]
-            asked.append((objective, str(output / "merged"), None, records))
+            asked.append((objective, f"{output}-merged", None, records))
         if objective != "sft":
             assert not (output / "base" / "chat_template.jinja").read_text().startswith("OLD")
     done = subprocess.run([sys.executable, "-c", LOADS], input=json.dumps(asked), capture_output=True, text=True)

@@ -1,44 +1,28 @@
 """The command trains a vision-language checkpoint on images with text, and the result is whole."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from cli.main import main
-from tests.common.data.processors import chat, draw, make_processor, write
-from tests.helpers.models.vision_families import FAMILIES
+from tests.helpers.models.images import image_checkpoint, image_data
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    processor = make_processor()
-    tokens = {name: processor.tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("img", "boi", "eoi")}
-    family = FAMILIES["gemma3"]
-    config = AutoConfig.for_model(
-        "gemma3", **family
-        | {"image_token_index": tokens["img"], "image_token_id": tokens["img"], "boi_token_index": tokens["boi"],
-           "eoi_token_index": tokens["eoi"], "text_config": family["text_config"] | {"vocab_size": 340}},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return image_checkpoint(tmp_path / "model")
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    records = []
-    for number in range(4):
-        draw(tmp_path / f"{number}.png", number)
-        question = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "What is the capital?"}]
-        records.append(chat(question, "Paris " * (number + 1)))
-    return write(tmp_path / "data.jsonl", *records)
+    return image_data(tmp_path)
 
 
 def run(checkpoint: Path, data: Path, output: Path, *options: str) -> list[float]:
@@ -84,3 +68,45 @@ def test_two_ranks_train_what_one_does(where: str, checkpoint: Path, data: Path,
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_adapters_and_the_projector_train_together(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are one adapter, which is evaluated and merged as any other."""
+    run(checkpoint, data, tmp_path / "adapter", "--steps", "2", "--lora-rank", "2", "--train-vision", "all")
+    last = re.findall(r"eval at step 2: (loss \d+\.\d+)", capsys.readouterr().out)
+    saved, before = (
+        load_file(tmp_path / "adapter" / "adapter_model.safetensors"),
+        load_file(checkpoint / "model.safetensors"),
+    )
+    whole = {
+        name.partition(".multi_modal_projector.")[2]: value for name, value in saved.items() if "projector" in name
+    }
+    began = {
+        name.partition("multi_modal_projector.")[2]: value for name, value in before.items() if "projector" in name
+    }
+    assert whole.keys() == began.keys()
+    assert not any(torch.equal(whole[name], value) for name, value in began.items())
+    assert any("vision_tower" in name for name in saved)
+    words = ["--model", str(checkpoint), "--adapter", str(tmp_path / "adapter"), "--dtype", "fp32"]
+    assert main(["export", *words, "--output", str(tmp_path / "merged")]) == 0
+    for shown in (words, ["--model", str(tmp_path / "merged"), "--dtype", "fp32"]):
+        assert main(["evaluate", *shown, "--data", str(data), "--seq-len", "128"]) == 0
+    assert re.findall(r"eval     (loss \d+\.\d+)", capsys.readouterr().out) == 2 * last
+
+
+@pytest.mark.parametrize(("objective", "message"), [
+    ("dpo", "--objective dpo reads text, and the data hold images"),
+    ("pretrain", "--objective pretrain reads text, and the data hold images"),
+    ("reward", "is a vision-language model, and --objective reward puts its head on a model of text alone"),
+])  # fmt: skip
+def test_objectives_of_text(
+    objective: str, message: str, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would read images with a tokenizer alone is refused before anything is written."""
+    words = ["--model", str(checkpoint), "--data", str(data), "--seq-len", "128", "--gpu", "cpu"]
+    assert main([*words, "--objective", objective, "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -184,3 +185,18 @@ def test_data_of_another_kind(
     words = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, "--show-data", "4")
     done = finetune(*words, "--output", tmp_path / "out")
     assert done.status == 2 and message in done.err
+
+
+@pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "multi_label_classification")])
+@pytest.mark.parametrize("objective", ["classify", "reward"])
+def test_a_classifier_of_another_kind(
+    objective: str, labels: int, problem: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(checkpoint, num_labels=labels, problem_type=problem)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path)
+    words = ("--model", tmp_path, "--data", tmp_path / "data.jsonl", "--objective", objective)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TEXTS))
+    done = finetune(*words, "--output", tmp_path / "out")
+    assert done.status == 2 and f"has problem_type '{problem}' in its config.json" in done.err, done.err
+    assert not (tmp_path / "out" / "store").exists()

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from common.models.checkpoint.identity import weights_identity
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history, losses, metrics
 
@@ -132,12 +134,53 @@ def test_a_resumed_run_keeps_its_reference(
     done = finetune(*broken, "--steps", "3", "--resume")
     assert done.status == 0, done.err
     assert losses(tmp_path / "broken") == whole[:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
-    file.unlink()
+    other_base = shutil.copytree(checkpoint, tmp_path / "other")
+    weights = other_base / "model.safetensors"
+    save_file({name: value + 1e-3 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    other = finetune(*broken, "--steps", "4", "--resume", "--model", other_base)
+    assert other.status != 0 and "began with" in other.err
+    content = dict(np.load(file))
+    data_digest, _, base = str(content["digest"]).partition(" ")
+    assert base == weights_identity(checkpoint)
+    np.savez(file, values=content["values"] + 1, digest=np.array(f"{data_digest} {weights_identity(other_base)}"))
     done = finetune(*broken, "--steps", "4", "--resume")
+    if trains == "all weights":
+        assert done.status == 2 and "or of another model" in done.err
+        file.unlink()
+        done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "new adapters":
         assert done.status == 0 and losses(tmp_path / "broken") == pytest.approx(whole, rel=1e-5), done.err
     else:
-        assert done.status == 2 and "is missing, damaged or of fewer steps" in done.err
+        assert done.status == 2 and "is missing, damaged, of fewer steps, or of another model" in done.err
+
+
+def test_a_short_run_of_all_weights_gets_more_steps(
+    checkpoint: Path, pairs: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """It ended within its first epoch, so its reference has the rows of those steps alone: the model that it began
+    with computes the others. The losses are those of a run of that length."""
+    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "4", "--no-save")
+    assert finetune(*common, "--steps", "3", "--output", tmp_path / "whole").status == 0
+    assert finetune(*common, "--steps", "1", "--output", tmp_path / "short").status == 0
+    done = finetune("--output", tmp_path / "short", "--resume", "--steps", "3")
+    assert done.status == 0, done.err
+    assert losses(tmp_path / "short") == losses(tmp_path / "whole")
+    whole, short = (np.load(tmp_path / name / "run" / "reference.npz")["values"] for name in ("whole", "short"))
+    assert np.array_equal(whole, short)
+
+
+def test_a_short_run_of_ranks_says_why_it_gets_no_more_steps(
+    checkpoint: Path, pairs: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    drive = tmp_path / "ssd"
+    drive.mkdir()
+    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "4", "--no-save")
+    common = (*common, "--nodes", "1", "--gpus-per-node", "1", "--ssd", drive, "--output", tmp_path / "out")
+    assert finetune(*common, "--steps", "1").status == 0
+    done = finetune(*common, "--resume", "--steps", "3")
+    assert done.status == 2
+    assert "--steps 3: the pairs of more than 1 step were not compared with the model before training" in done.err
+    assert "Begin a new run of 3 steps with --overwrite" in done.err
 
 
 @pytest.mark.slow

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from common.files import CACHE_VARIABLE
 from tests.cli.conftest import Finetune
+from tests.helpers.models.gguf_files import FAMILIES, FIELDS, write_gguf
 
 COMMON = ("--batch-size", 2, "--seq-len", 32, "--steps", 2, "--gpu", "cpu", "--lr", "1e-3")
 
@@ -18,3 +22,15 @@ def test_adapters_of_a_checkpoint_in_a_hubs_cache_name_the_hubs_model(
     done = finetune("--model", snapshot, *COMMON, "--lora-rank", 2, "--output", out)
     assert done.status == 0, done.err
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/llama"
+
+
+@pytest.mark.slow
+def test_adapters_of_a_gguf_file_name_the_file(
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the conversion in the cache, which another machine does not have."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    file, out = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS), tmp_path / "out"
+    done = finetune("--model", file, *COMMON, "--lora-rank", 2, "--output", out)
+    assert done.status == 0, done.err
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)

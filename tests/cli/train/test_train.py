@@ -51,7 +51,7 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
         refused = finetune(*command, "--steps", 6, "--output", parts, "--resume", *option)
         assert refused.status == 2 and message in refused.err, refused.err
     again = finetune(*command, "--steps", 6, "--output", parts, "--no-save")
-    assert again.status == 2 and "holds a run already" in again.err
+    assert again.status == 2 and "holds a checkpoint already" in again.err
     assert "--resume" in again.err and "--overwrite" in again.err
     assert history(whole) == history(parts)
     assert finetune(*command, "--steps", 3, "--output", parts, "--overwrite", "--no-save").status == 0

@@ -36,7 +36,7 @@ def test_drives_are_found_as_people_write_them(typed, name):
 
 @pytest.mark.parametrize(("find", "typed", "message"), [
     (gpu_preset, "rtx-4900", "'rtx-4900' is not a GPU preset. Did you mean 'rtx-4090'?"),
-    (gpu_preset, "quantum", "There are a10, a100-80g, h100,"),
+    (gpu_preset, "quantum", "There are a10, a100-80g, a40, h100,"),
     (gpu_preset, "", "is not a GPU preset"),
     (drive_preset, "990-pro", "matches several drive presets: samsung-990-pro-2tb, samsung-990-pro-4tb. Name one"),
     (drive_preset, "crucial-t600-2tb", "Did you mean 'crucial-t"),
@@ -81,7 +81,32 @@ def test_gpus_are_plausible(name):
     assert gpu.name == name
     assert 12e9 <= gpu.upload_bytes_per_second <= gpu.link_bytes_per_second
     assert 12e9 <= gpu.download_bytes_per_second <= gpu.link_bytes_per_second
-    assert (gpu.block_flops_per_second or 0) <= gpu.bf16_flops_per_second
+    rates = gpu.compute
+    assert 0.3 * rates.dense <= rates.experts <= rates.dense <= gpu.bf16_flops_per_second
+    assert 0.4 * rates.dense <= rates.flash2.backward < rates.flash2.forward <= rates.dense
+    assert all(kernel.backward <= kernel.forward <= gpu.bf16_flops_per_second for kernel in rates.attention.values())
+    assert 200e9 <= rates.memory <= 5e12
+
+
+def test_hopper_reaches_no_more_in_attention_than_was_measured():
+    """FlashAttention-2's paper has 335 TFLOP/s at most on an H100 (section 4.1)."""
+    for name in ("h100", "h200", "h100-pcie"):
+        assert gpu_preset(name).compute.flash2.forward <= 335e12
+    assert gpu_preset("h100").compute.dense < 795e12  # the best single product that was measured
+
+
+def test_a_gpu_without_rates_reaches_as_much_of_its_peak_as_another(tmp_path):
+    assert gpu_preset("h100").like is None
+    pcie, sxm = gpu_preset("h100-pcie"), gpu_preset("h100")
+    assert pcie.like == "h100"
+    assert pcie.compute.dense / pcie.bf16_flops_per_second == pytest.approx(sxm.compute.dense / 989e12)
+    assert pcie.compute.memory == pytest.approx(0.85 * 2000e9)
+    unknown = tmp_path / "new.toml"
+    unknown.write_text('name = "new"\nmemory = "24GiB"\nlink_gb_per_s = 31.5\nbf16_tflops = 312\n')
+    assert gpu_preset(str(unknown)).compute == gpu_preset("a100").compute
+    unknown.write_text(unknown.read_text() + 'like = "h1000"\n')
+    with pytest.raises(UserError, match="no preset 'h1000'"):
+        gpu_preset(str(unknown))
 
 
 @pytest.mark.parametrize("name", drive_names())

@@ -46,6 +46,11 @@ def test_shared_parameters_are_rejected():
         find_blocks(model)
 
 
+def test_blocks_that_are_left_out_at_random_are_rejected():
+    with pytest.raises(UserError, match=r"OPTForCausalLM has layerdrop = 0\.02 .*Set it to 0"):
+        find_blocks(build_meta_model(family_config("opt", layerdrop=0.02)))
+
+
 def test_a_model_without_blocks_is_rejected():
     model = build_meta_model(family_config("llama"))
     model.model.layers = nn.Sequential(*model.model.layers)

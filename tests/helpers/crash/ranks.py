@@ -73,6 +73,9 @@ class RanksRun(Run):
         """Of all nodes, to be made before anything is counted."""
         return [self.drives_of(node) for node in range(self.nodes)]
 
+    def look(self, engine: fuyou.Engine, node: int) -> None:
+        """What each rank does with its engine before it closes it."""
+
     def drives_of(self, node: int) -> Path:
         """Directory on the drive of a node."""
         return self.root / f"node{self.kept[node] if self.kept else node}"
@@ -130,6 +133,7 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
     }
     told = [digests(engine)] if topology is None else all_gather_object(digests(engine))
     final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
+    run.look(engine, node)
     engine.close()
     say(final={**final, **masters})
     if topology is not None:

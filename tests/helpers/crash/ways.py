@@ -9,6 +9,9 @@ from typing import Any
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from tests.helpers.crash import cluster, ranks
 from tests.helpers.crash.drives import Fault
+from tests.helpers.crash.journal import ENDINGS as OF_FILES
+from tests.helpers.crash.journal import KILLED
+from tests.helpers.crash.outputs import COMMANDS, Command, Recorded
 from tests.helpers.crash.points import ENDINGS, Move, crash, crash_move, move_reference, reference
 from tests.helpers.crash.runs import Run
 
@@ -77,6 +80,19 @@ def _out_of_core(story: ranks.Story, folder: Path) -> Way:
     return Way(expected.calls, attempt)
 
 
+def _command(command: Command, folder: Path) -> Way:
+    recorded = Recorded(command, folder)
+
+    def attempt(root: Path, number: int, ending: str, power: bool) -> bool:
+        point = recorded.points[number - 1]
+        faults = recorded.faults(point, ending)
+        assert not faults, f"{recorded.kind(point)}: {'; '.join(faults)}"
+        recorded.resume(root, point, ending)
+        return True
+
+    return Way(len(recorded.points), attempt, tuple((ending, ending != KILLED) for ending in OF_FILES))
+
+
 #: Model, and options with which its block is in pieces: a dense one in two; a mixture in what stands around its
 #: experts, and two ranges of these. ``adapters`` are on experts, router and attention.
 PIECES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,4 +128,5 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     "ranks in memory: fcdp": partial(_in_memory, "fcdp"),
     "ranks in memory: N/N/N": partial(_in_memory, "N/N/N"),
     **{f"out of core: {name}": partial(_out_of_core, story) for name, story in ranks.STORIES.items()},
+    **{f"files: {name}": partial(_command, command) for name, command in COMMANDS.items()},
 }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.helpers import bits
 from tests.helpers.processes import forked
 
 DEADLINE_S = 240
@@ -93,7 +94,7 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
     from fcdp.strategy.mesh import Levels
 
     gc.freeze()  # what the libraries are made of is no garbage: looking through it takes longer than most cases
-    torch.set_num_threads(1)
+    torch.set_num_threads(bits.threads())
     forked.use(server)
     forked.stand_in(setattr)
     topology: fcdp.Topology | None = None

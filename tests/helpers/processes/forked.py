@@ -283,7 +283,7 @@ def _run(request: dict[str, Any], received: Sequence[int]) -> NoReturn:
     status = 1
     try:
         _settle(request, received)
-        status = _status(lambda: _execute(request["words"]))
+        status = _status(lambda: execute(request["words"]))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -331,7 +331,7 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _execute(words: list[str]) -> None:
+def execute(words: list[str]) -> None:
     """Run Python's command line."""
     warnings.simplefilter("ignore", RuntimeWarning)  # a module that is to be run may have been imported before
     options = []

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
+from common.files import read_text_file
 from common.models.checkpoint.compressed.tensors import ROLES, Component, CompressedTensor
 from common.models.checkpoint.shards import Shards, StoredTensor
 
@@ -240,8 +241,8 @@ KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 def method_of(directory: Path) -> Method | None:
     """Return how the checkpoint in a directory is compressed, by its config.json; None if it is not."""
     try:
-        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_text_file(directory / "config.json"))
+    except (OSError, ValueError, RecursionError):
         return None  # transformers says what is wrong with it
     settings = _settings_in(content) if isinstance(content, dict) else None
     return None if settings is None else _method(settings, str(directory))

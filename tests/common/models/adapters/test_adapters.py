@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PhiConfig
 
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
@@ -136,6 +136,41 @@ def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> Non
         load_peft_config(tmp_path / "nothing.json")
     with pytest.raises(UserError, match="rank must be at least 1"):
         AdapterOptions(0)
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"rank_pattern": {"^q_proj": 8}}, r"rank_pattern: '\^q_proj' matches no module with an adapter. .*'q_proj'"),
+    ({"alpha_pattern": {"q_proj": 2, "k_proj": 8}}, "alpha_pattern: 'k_proj' matches no module with an adapter"),
+    ({"layers_to_transform": [1, 7]}, "layers_to_transform: the model has no layer 7"),
+    ({"layers_to_transform": [1, 7], "layers_pattern": "layers"}, "layers_to_transform: the model has no layer 7"),
+    ({"exclude_modules": ["k_proj", "v_porj"]}, "exclude_modules: 'v_porj' matches no module. .*'v_proj'"),
+    ({"exclude_modules": "v_proj"}, "exclude_modules: 'v_proj' matches no module"),  # a pattern for whole names
+])  # fmt: skip
+def test_entries_that_match_nothing_are_rejected(fields: dict[str, Any], said: str, checkpoints: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        adapted(checkpoints / "llama", LoraConfig(target_modules=["q_proj"], **fields), BF16)
+
+
+@pytest.mark.parametrize("fields", [
+    {"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 8}, "alpha_pattern": {"q_proj": 2}},
+    {"layers_to_transform": 1, "layers_pattern": ["layers"]},
+    {"layers_to_transform": [0, 1], "exclude_modules": ["layers.0.self_attn.q_proj", "k_proj"]},
+    {"exclude_modules": r".*\.0\..*"},
+])  # fmt: skip
+def test_entries_that_match_by_the_rules_of_peft(fields: dict[str, Any], checkpoints: Path) -> None:
+    adapters, _ = adapted(checkpoints / "llama", LoraConfig(target_modules=["q_proj"], **fields), BF16)
+    assert adapters.layers
+
+
+@pytest.mark.parametrize(("tied", "rows"), [(True, [5, 6]), (False, {"lm_head": [5, 6]})])
+def test_rows_of_a_head_with_a_bias_are_rejected(tied: bool, rows: Any) -> None:
+    """Peft computes such a head without its bias; one without a bias, and embeddings alone, are trained."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = PhiConfig(vocab_size=64, tie_word_embeddings=tied, pad_token_id=0, **small)
+    with pytest.raises(UserError, match="trainable_token_indices: lm_head has a bias, which peft leaves out"):
+        Adapters(build_meta_model(config, dtype=BF16), LoraConfig(trainable_token_indices=rows), 0)
+    if not tied:
+        Adapters(build_meta_model(config, dtype=BF16), LoraConfig(trainable_token_indices=[5, 6]), 0)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,471 @@
+"""The files in an output directory that belong to its run: they are listed, so that nothing else is replaced.
+
+The list is ``run/files.json``, which has the size, the time, and a hash of each file. A new run sets aside what the
+earlier run has listed before it changes anything else, and removes it once its own first step is committed; if it fails
+before that and the earlier run's store is as it was, everything is put back (:mod:`cli.job.replaced`).
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+
+from cli.job.replaced import (
+    JOURNAL,
+    are_stores_as_they_were,
+    has_journal,
+    is_to_be_put_back,
+    move,
+    put_back,
+    remove_empty_folders,
+    remove_replaced,
+    set_aside,
+    sync_folders,
+    was_set_aside_by,
+)
+from cli.options.run_record import (
+    COMMITS,
+    CONFIG,
+    DESCRIPTION,
+    METRICS,
+    REPLACED,
+    RUN,
+    STORE,
+    read_description,
+    read_json,
+)
+from cli.options.settings import Settings
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sync, sync_tree
+from common.models.adapters.options import CONFIG as ADAPTER
+from common.models.adapters.options import WEIGHTS
+from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
+from common.models.checkpoint.shards import INDEX, SINGLE
+from common.store.directories import DirectoryLock
+from common.store.errors import described
+
+FILES = "files.json"  # Name of the list, next to the run's description
+HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
+PAGE = "index.html"  # File in the run's directory to look at
+CHECKPOINTS, BEST, STEP = "checkpoints", "best", "step-"  # Folder of checkpoints, and what their names begin with
+BASE = "base"  # Folder with the language model as a classifier, before training
+RESULT = "."  # Name of what a run writes into the output directory itself
+
+_REFERENCES = ("reference.npz", "reference-held-out.npz")  # What dpo compares with, next to them
+_LOGS = (HISTORY_FILE, *(f"{RUN}/{name}" for name in (METRICS, PAGE, *_REFERENCES, CONFIG, DESCRIPTION, FILES)))
+"""Files that change with every step, and so have no size in the list. Its own file is the last to be set aside."""
+RESULTS = (
+    "config.json", "generation_config.json", "adapter_*", "*.safetensors", "*.safetensors.index.json", "*model*.bin",
+    "*model*.bin.index.json", "tf_model*", "flax_model*", *TOKENIZER_FILES,
+)  # fmt: skip
+"""Names of what transformers, peft, and the like load from a directory, whether this program writes it or not."""
+_ENTRY_POINTS = (SINGLE, INDEX, ADAPTER, "config.json")  # Without these, the rest is not loaded
+_OWN = (
+    *_ENTRY_POINTS, "generation_config.json", WEIGHTS, "model-*-of-*.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", *TOKENIZER_FILES[1:],
+)  # fmt: skip
+"""Names of what earlier versions wrote, which did not list it. Other files are the user's."""
+_PARTIAL = ".partial"  # End of the name of what is not complete
+_RETIRED = ".old"  # End of the name, before that, of a folder that is about to be removed
+_FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")  # What a run makes
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # Parts of a large file that are hashed, evenly spaced, and bytes of each
+
+State = tuple[int, int, str]  # Of a file: its size in bytes, its time in ns, and a hash
+
+
+class Outputs:
+    """What the run of an output directory has written there.
+
+    Args:
+        directory: the output directory.
+        id: the run's.
+        launch: id of the launcher that began the run; empty for a single process.
+        files: the state of each file by its path inside the directory.
+    """
+
+    def __init__(self, directory: Path, id: str, launch: str = "", files: dict[str, State] | None = None):
+        self.directory, self.id, self.launch = directory, id, launch
+        self.has_begun = False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
+        self._files = files or {}
+
+    @classmethod
+    def read(cls, directory: Path) -> "Outputs":
+        """Return what the run in ``directory`` has listed; that of an earlier version is known by its names."""
+        content = read_json(directory / RUN / FILES)
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            files = {
+                str(name): (int(size), int(time), str(digest))
+                for name, (size, time, digest) in content["files"].items()
+            }
+            return cls(directory, str(content["id"]), str(content["launch"]), files)
+        outputs = cls(directory, str(read_description(directory).get("id", "")))
+        if outputs._is_of_earlier_version():
+            folders = [path for path in _named(directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(outputs._name(path))]
+            for folder in (directory, directory / BASE, *folders):
+                for entry in _named(folder, _OWN):
+                    outputs._add(entry, entry)
+        return outputs
+
+    def _is_of_earlier_version(self) -> bool:
+        """Return whether a version that listed nothing wrote the description: since there is a list, it has an id."""
+        description = read_json(self.directory / RUN / DESCRIPTION)
+        return bool(description) and "id" not in description
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    @property
+    def has_list(self) -> bool:
+        """Return whether there is a list that can be read."""
+        return isinstance(read_json(self.directory / RUN / FILES).get("files"), dict)
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The listed files, by their paths inside the directory."""
+        return list(self._files)
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether all files that were listed for a folder are there as they were listed, by their content."""
+        files = self._listed(name)
+        return bool(files) and not self.faults(name)
+
+    def faults(self, name: str | None = None) -> list[str]:
+        """Return a sentence for each listed file, of a folder or of all, that is missing or has other content."""
+        sentences = []
+        for file in self._files if name is None else self._listed(name):
+            path = self.directory / file
+            if not os.path.lexists(path):
+                sentences.append(f"{path} is missing.")
+            elif not self._is_intact(file, by_content=True):
+                sentences.append(f"{path} is not what the run wrote there.")
+        return sentences
+
+    def checkpoints(self, last: float, after: int = 0) -> list[str]:
+        """Return the names of the listed checkpoints of ``--save-every`` of steps ``after`` one and up to ``last``, the
+        oldest first."""
+        names = {file.split("/")[1] for file in self._files if file.startswith(f"{CHECKPOINTS}/{STEP}")}
+        steps = sorted(int(name.removeprefix(STEP)) for name in names if re.fullmatch(rf"{STEP}[0-9]+", name))
+        return [f"{CHECKPOINTS}/{STEP}{step}" for step in steps if after < step <= last]
+
+    def check_for(self, settings: Settings, *, resumes: bool) -> None:
+        """Refuse to write what the settings ask for: :meth:`check`."""
+        self.check(
+            resumes=resumes,
+            overwrites=settings.overwrite,
+            saves=settings.save,
+            saves_checkpoints=settings.save_every is not None,
+        )
+
+    def check(self, *, resumes: bool, overwrites: bool, saves: bool, saves_checkpoints: bool) -> None:
+        """Refuse to write where other files would be in the way of the run's, or the run's in theirs."""
+        if not resumes:
+            check_outside(self.directory)
+        listed = [file for file in self._files if (self.directory / file).exists() and not file.startswith(f"{BASE}/")]
+        is_run = (self.directory / RUN / DESCRIPTION).exists()
+        is_complete = is_run or self.is_whole(RESULT)  # else an export was killed while it moved its files into place
+        if listed and is_complete and not (resumes or overwrites):
+            what = "a checkpoint" if "config.json" in listed else "adapters" if ADAPTER in listed else "checkpoints"
+            raise UserError(
+                f"{self.directory} holds {what} already: give another --output, or add --overwrite to replace it"
+                f"{' (or --resume to continue the run that made it)' if is_run else ''}."
+            )
+        for name in (RUN, CHECKPOINTS, BASE, REPLACED):
+            if os.path.lexists(self.directory / name) and not (self.directory / name).is_dir():
+                raise UserError(
+                    f"{self.directory / name} is a file, and the run needs a folder of that name: move it elsewhere, "
+                    "or give another --output."
+                )
+        entries = _named(self.directory, RESULTS) if saves else []
+        entries += _named(self.directory / CHECKPOINTS, "*") if saves_checkpoints else []
+        foreign = [file for entry in entries for file in self._others(entry, is_mine=resumes)]
+        if not (resumes or is_run or (self.directory / RUN / FILES).exists()):
+            foreign += [self.directory / name for name in self._logs()]
+        if foreign:
+            names = ", ".join(self._name(file) for file in foreign[:3])
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            why = "which no run has written there, or which changed since"
+            if is_run and not (self._files or self.has_list):
+                why = f"and {RUN}/{FILES}, the list of what the run there has written, is missing or damaged"
+            raise UserError(
+                f"{self.directory} holds {names}{more}, {why}: move that elsewhere, or give another --output."
+            )
+
+    def _listed(self, name: str) -> list[str]:
+        """Return the listed files of the result itself, or of a folder."""
+        if name == RESULT:
+            return [file for file in self._files if not file.startswith((f"{CHECKPOINTS}/", f"{BASE}/"))]
+        return [file for file in self._files if file.startswith(f"{name}/")]
+
+    def _logs(self) -> list[str]:
+        return [name for name in _LOGS if (self.directory / name).exists()]
+
+    def _is_intact(self, file: str, by_content: bool = False) -> bool:
+        """Return whether a file is there as it was listed; in a copy, which has another time, by its content."""
+        path = self.directory / file
+        with contextlib.suppress(KeyError, OSError):
+            size, time, digest = self._files[file]
+            status = path.lstat()
+            if status.st_size == size:
+                return (status.st_mtime_ns == time and not by_content) or _digest(path) == digest
+        return False
+
+    def _others(self, entry: Path, is_mine: bool) -> list[Path]:
+        """Return the files of an entry that are not listed, or not as they were listed; ``is_mine``: the former."""
+        known = self._files.__contains__ if is_mine else self._is_intact
+        return [file for file in _files_of(entry) if not known(self._name(file))]
+
+    def _changed(self, files: Iterable[str]) -> str:
+        """Return the names of the listed files that are there, and not as they were listed."""
+        return ", ".join(file for file in files if os.path.lexists(self.directory / file) and not self._is_intact(file))
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.directory).as_posix()
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def partial(self, name: str) -> Path:
+        """Return the folder for files of ``name`` that are not complete."""
+        return self.directory / (f"{name}{_PARTIAL}" if name != RESULT else f".export{_PARTIAL}")
+
+    def prepare(self, name: str) -> Path:
+        """Make the empty folder for files of ``name``."""
+        folder = self.partial(name)
+        with described("writing", folder):
+            self.discard(name)
+            make_directory(folder)
+        return folder
+
+    def discard(self, name: str) -> None:
+        """Remove incomplete files, of this process or of one that was killed."""
+        shutil.rmtree(self.partial(name), ignore_errors=True)
+
+    def put(self, name: str) -> None:
+        """List the files that are complete now, and move them into place, durably.
+
+        Raises:
+            UserError: files that the run has not written are in their place; nothing was changed.
+        """
+        folder, target = self.partial(name), self.directory / name
+        others = [] if name == RESULT else self._others(target, is_mine=False)
+        for entry in sorted(folder.iterdir()):
+            others += self._others(target / entry.name, is_mine=True)
+        if others:
+            raise UserError(
+                f"{others[0]} was not written by this run, or changed since, and would be replaced: move "
+                f"{others[0] if name == RESULT else target} elsewhere, then enter the command again, of a run with "
+                "--resume."
+            )
+        with described("writing", target):
+            sync_tree(folder)
+            before = self._listed(name)
+            if changed := self._changed(before):
+                print(f"replaced {changed}: changed since this run wrote it", flush=True)
+            self._remove_folder(name)
+            self._add(folder, target)
+            self.write()
+            if name == RESULT:
+                files = [str(file.relative_to(folder)) for file in _files_of(folder)]
+                move(folder, target, sorted(files, key=_ENTRY_POINTS.__contains__))
+                folder.rmdir()
+            else:
+                os.replace(folder, target)  # all at once: no part of it is ever seen
+            sync(target.parent)
+
+    def remove(self, name: str) -> None:
+        """Remove the listed files of a folder, and the folder unless there are others in it."""
+        if changed := self._changed(self._listed(name)):
+            print(f"kept     {changed}: changed since this run wrote it", flush=True)
+        self._remove_folder(name)
+        self.write()
+
+    def write(self) -> None:
+        """Write the list."""
+        content = {"id": self.id, "launch": self.launch, "files": self._files}
+        path = self.directory / RUN / FILES
+        with described("writing", path):
+            make_directory(path.parent)
+            replace_file(path, json.dumps(content, indent=1) + "\n")
+
+    def _add(self, source: Path, target: Path) -> None:
+        """List what is, or will be, at ``target``, with the states that it has at ``source``."""
+        for file in _files_of(source):
+            status = file.lstat()
+            name = self._name(target / file.relative_to(source))
+            self._files[name] = status.st_size, status.st_mtime_ns, _digest(file)
+
+    def _remove_folder(self, name: str) -> None:
+        """Remove the listed files of a folder: all at once if it has no others, so that no part of it is loaded."""
+        files, target = self._listed(name), self.directory / name
+        retired = f"{name}{_RETIRED}"
+        if name != RESULT and target.is_dir() and not self._others(target, is_mine=False):
+            self.discard(retired)
+            os.replace(target, self.partial(retired))
+        self._remove(files)
+        self.discard(retired)
+
+    def _remove(self, files: Iterable[str]) -> None:
+        """Take files from the list, and remove them durably if they are intact; first what others load the rest by."""
+        files = sorted(files, key=lambda file: Path(file).name not in _ENTRY_POINTS)
+        for file in files:
+            if self._is_intact(file):
+                (self.directory / file).unlink()
+            del self._files[file]
+            remove_empty_folders(self.directory, file)
+        sync_folders(self.directory, files)
+
+    # -- from an earlier run to a new one -------------------------------------------------------------------------
+
+    def set_aside(self, settings: Settings, by: str) -> None:
+        """Set aside the files of this run, which the run with the id ``by`` replaces."""
+        files = [*filter(self._is_intact, self._files), *self._logs()]
+        if not files:
+            return
+        set_aside(self.directory, files, by, settings.stores)
+
+    def begin(self) -> None:
+        """Note that the run has a commit, and remove what was set aside."""
+        self.has_begun = True
+        remove_replaced(self.directory)
+
+    def give_up(self) -> None:
+        """Remove the files of a run that has failed before its first commit."""
+        self._remove(self._files)
+        for name in self._logs():
+            (self.directory / name).unlink()
+            remove_empty_folders(self.directory, name)
+
+    def remove_incomplete(self) -> None:
+        """Remove what a killed process has left incomplete."""
+        for path in [*self.directory.glob(f"*{_PARTIAL}"), *self.directory.glob(f"{CHECKPOINTS}/*{_PARTIAL}")]:
+            if _FOLDER.fullmatch(self._name(path).removesuffix(_PARTIAL)):
+                shutil.rmtree(path, ignore_errors=True)
+        self.discard(RESULT)
+        shutil.rmtree(self.directory / STAGING_FOLDER, ignore_errors=True)
+        for name in _LOGS:
+            (self.directory / f"{name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
+    """Lock the output directory, and make it that of the run: the earlier run's files are set aside if it is new.
+
+    They are put back if the run fails before :meth:`Outputs.begin`, and the earlier store is as it was.
+
+    Args:
+        settings: of the run; the directory exists.
+        launch: id of the launcher. A rank that it starts again continues with what the lost one has begun.
+
+    Raises:
+        UserError: another run uses the directory, or other files are in the way (:meth:`Outputs.check`).
+    """
+    directory = settings.output_directory
+    with DirectoryLock([directory]):
+        outputs = Outputs.read(directory)
+        continues = bool(settings.resume) or bool(launch and launch == outputs.launch)
+        outputs.check_for(settings, resumes=continues)  # again: others may have written there until now
+        if outputs.id:  # else what looks incomplete is not of a run
+            outputs.remove_incomplete()
+        if continues:
+            outputs.id = outputs.id or uuid.uuid4().hex
+            outputs.write()
+            yield outputs
+            return
+        earlier, outputs = outputs, Outputs(directory, uuid.uuid4().hex, launch)
+        try:
+            earlier.set_aside(settings, outputs.id)
+            outputs.write()
+            yield outputs
+        except BaseException as error:
+            if not outputs.has_begun:
+                _undo(outputs, error)
+            raise
+
+
+def recover(directory: Path) -> None:
+    """Put back what a killed run has set aside, if it has changed nothing else, and no run is at work."""
+    with contextlib.suppress(UserError), DirectoryLock([directory], patience=0):
+        _put_back(directory)
+
+
+def _undo(outputs: Outputs, error: BaseException) -> None:
+    directory = outputs.directory
+    with contextlib.suppress(OSError):  # a full drive, say: what went wrong first is what counts
+        if not has_journal(directory):
+            # The list is the earlier run's until this run has written its own.
+            if Outputs.read(directory).id == outputs.id and not (directory / RUN / DESCRIPTION).exists():
+                outputs.give_up()
+            remove_replaced(directory)
+        elif not _put_back(directory):
+            error.add_note(f"What an earlier run has left in {directory} is in {directory / REPLACED} now.")
+
+
+def _put_back(directory: Path) -> bool:
+    """Put back what was set aside; return False, and change nothing, if a store has changed or the new run has steps.
+
+    Killed at any moment, it can be done again.
+    """
+    if not is_to_be_put_back(directory):  # nothing was set aside yet, or it is being removed
+        remove_replaced(directory)
+        return True
+    current = Outputs.read(directory)
+    is_replaced = was_set_aside_by(directory, current.id)
+    if (is_replaced and (directory / RUN / DESCRIPTION).exists()) or not are_stores_as_they_were(directory):
+        return False
+    current.remove_incomplete()
+    if is_replaced:
+        current.give_up()
+    put_back(directory)
+    return True
+
+
+def check_outside(directory: Path) -> None:
+    """Refuse a directory inside those that another run writes, replaces, and removes."""
+    path = directory.expanduser().resolve()
+    for outer in path.parents:
+        folder = path.relative_to(outer).parts[0]
+        signs = [outer / RUN / DESCRIPTION, outer / RUN / FILES, outer / REPLACED / JOURNAL]
+        if folder in (REPLACED, RUN, CHECKPOINTS, BASE, STORE, COMMITS) and any(sign.exists() for sign in signs):
+            raise UserError(
+                f"{directory} lies in {outer / folder}, where the run of {outer} writes and removes files: give "
+                "another --output."
+            )
+
+
+def _named(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return what has one of these names in a folder, also links to nothing, without what is not complete."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = [path for path in paths if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    return [path for path in names if not path.name.endswith(_PARTIAL)]
+
+
+def _files_of(entry: Path) -> list[Path]:
+    """Return all files in a directory; of a file, nothing but itself."""
+    if entry.is_symlink() or not entry.is_dir():
+        return [entry] if os.path.lexists(entry) else []
+    return [file for path in sorted(entry.iterdir()) for file in _files_of(path)]
+
+
+def _digest(file: Path) -> str:
+    """Return a hash of a file; of a large one, of 4 MiB of it, which nearly any change of weights changes."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    return _digest_of(file, status.st_size, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(maxsize=1 << 14)
+def _digest_of(file: Path, size: int, state: tuple[int, ...]) -> str:
+    """Return the hash of a file of ``size`` bytes, which is computed once for each ``state`` of it."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+            content.seek(start)
+            digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
