@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from common.errors import UserError, did_you_mean
 from common.hub import is_hub_name
 
@@ -212,10 +214,18 @@ def write_cached(kind: str, key: dict[str, Any], version: int, **content: Any) -
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for unfinished in path.parent.glob(f"*{TEMPORARY_SUFFIX}"):
-            if time.time() - unfinished.stat().st_mtime > _UNFINISHED_S:  # of a process that was killed
+            if _is_abandoned(unfinished):
                 unfinished.unlink(missing_ok=True)
         text = json.dumps({"format": version, "key": key, **content}, indent=1)
         replace_file(path, text, durable=False, suffix=f".{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Return whether the process that was writing a file of the cache was killed."""
+    writer = unfinished.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
+    # On a shared cache the writer may run on another machine. It then fails to rename, and caches nothing.
+    is_running = writer.isdecimal() and psutil.pid_exists(int(writer))
+    return not is_running or time.time() - unfinished.stat().st_mtime > _UNFINISHED_S
 
 
 def cached_path(kind: str, key: dict[str, Any]) -> Path:

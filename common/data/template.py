@@ -326,7 +326,8 @@ class ChatTemplate:
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the tokens that control a conversation and are no text of it."""
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
+    # A token that is spelled as an empty text has no number.
+    return added | {number for number in tokenizer.all_special_ids if number is not None}
 
 
 def answer_kind(messages: list[Message], turn: int) -> AnswerKind:

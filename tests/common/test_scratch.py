@@ -69,11 +69,13 @@ def test_unfinished_files_of_the_cache_are_removed_by_the_next_write(
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     folder = tmp_path / "numbers"
     folder.mkdir()
-    left, recent = folder / "a.json.1.tmp", folder / "b.json.2.tmp"
-    left.touch()
-    os.utime(left, (0, 0))
-    recent.touch()  # another process may be writing it
+    # The largest number of a process is 2 ** 22 on Linux: none has the next.
+    old, killed, recent = folder / "a.json.1.tmp", folder / f"a.json.{2**22 + 1}.tmp", folder / "b.json.1.tmp"
+    for file in (old, killed, recent):
+        file.touch()
+    os.utime(old, (0, 0))
     write_cached("numbers", {"key": 1}, 1, value=2)
-    assert not left.exists() and recent.exists()
+    assert not old.exists() and not killed.exists()
+    assert recent.exists()  # process 1 may be writing it
     cached = read_cached("numbers", {"key": 1}, 1)
     assert cached is not None and cached["value"] == 2

@@ -87,7 +87,8 @@ def test_two_ranks_train_as_the_engine_does_and_three_continue(
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
     whole = finetune("--verify", output)
-    assert whole.status == 0 and re.search(r"commits: step 8, \d+ parts of tensors, .*: all as written\n$", whole.out)
+    assert whole.status == 0, whole.err
+    assert re.search(r"commits: step 8, \d+ parts of tensors, .*: all as written$", whole.out, re.MULTILINE)
     file = next((output / "commits").glob("*/*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     damaged = finetune("--verify", output)
@@ -262,7 +263,7 @@ def refusal(
     """The one message with which two nodes end: a separate process, with the code in ``code``, and this one, with
     ``more`` words."""
     pair.start(*words, names=("first",), code=code)
-    assert main(with_data([str(word) for word in (*words, *pair.meet, *more)])) == 2
+    assert main(with_data([str(word) for word in (*words, *pair.meet, "--node-timeout", 120, *more)])) == 2
     assert pair.statuses(240) == [2]
     waiting = f"nodes    waiting for 2 of them at {pair.endpoint}"
     errors = []
@@ -286,7 +287,7 @@ def test_nodes_that_differ_are_reported(
 def test_nodes_with_different_code_are_reported(
     pair: Pair, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("cli", "common", "fcdp", "fuyou"):
+    for package in ("cli", "common", "configs", "fcdp", "fuyou"):
         shutil.copytree(ROOT / package, tmp_path / "code" / package)
     with (tmp_path / "code" / "fcdp" / "traffic.py").open("a") as file:
         file.write("# a change that does nothing\n")

@@ -150,7 +150,7 @@ class Recorded:
         for point in self.points:
             kinds.setdefault(self.kind(point), []).append(point)
         for number, points in enumerate(kinds.values()):
-            if number % parts == part:
+            if number % parts == part % len(kinds):  # where there are fewer kinds than parts: one of them each day
                 yield points[(part + number) % len(points)], ENDINGS[(part + number // parts) % len(ENDINGS)]
 
     # -- what must hold -----------------------------------------------------------------------------------------------
