@@ -4,6 +4,7 @@ A list of hundreds of thousands of tasks takes seconds to simulate. To compare c
 until few are left: the same bytes and FLOPs in fewer tasks, with buffers of activations in proportion.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -243,10 +244,16 @@ class Evaluator:
             )
 
         steady = run(False if updates.speculative else None)
-        seconds, clipped_seconds = steady.step_seconds(), None
-        if updates.speculative:
-            clipped_seconds = run(True).step_seconds()
-            seconds += job.clipped_share * (clipped_seconds - seconds)
+        clipped = run(True) if updates.speculative else None
+
+        def expected(measure: Callable[[SteadyState], float]) -> float:
+            """Return what is measured in a step, averaged over steps that are clipped and steps that are not."""
+            unclipped = measure(steady)
+            if clipped is None:
+                return unclipped
+            return unclipped + job.clipped_share * (measure(clipped) - unclipped)
+
+        seconds = expected(SteadyState.step_seconds)
         busy = mean_busy_seconds(steady, rates)
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
@@ -260,12 +267,12 @@ class Evaluator:
             memory=memory,
             step_seconds=seconds,
             busy=busy,
-            read_bytes=round(steady.mean(StepList.ssd_read_bytes)),
-            written_bytes=round(steady.mean(StepList.ssd_written_bytes)),
-            sent_bytes=round(steady.mean(StepList.sent_bytes)),
+            read_bytes=round(expected(lambda steps: steps.mean(StepList.ssd_read_bytes))),
+            written_bytes=round(expected(lambda steps: steps.mean(StepList.ssd_written_bytes))),
+            sent_bytes=round(expected(lambda steps: steps.mean(StepList.sent_bytes))),
             tasks=steady.cycle[-1],
             simulation=steady.simulation,
-            clipped_seconds=clipped_seconds,
+            clipped_seconds=None if clipped is None else clipped.step_seconds(),
             update_seconds=steady.mean(lambda tasks: update_seconds(tasks, self.rates)),
             saved_flops=left_out * recomputed,
             kept_activation_bytes=steady.cycle[-1].kept_bytes(plan.kept_bytes),
