@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -14,13 +15,24 @@ from pathlib import Path
 import psutil
 
 from cli.job.machine import PlannedRun, device_name, directories_at_hand, plan_at_hand
-from cli.job.outputs import FILES, RESULT, Outputs
-from cli.options.run_record import COMMITS, DESCRIPTION, RUN, STORE, RunRecord, StorePlace, store_places
+from cli.job.outputs import BASE, CHECKPOINTS, FILES, RESULT, Outputs
+from cli.options.run_record import (
+    COMMITS,
+    CONFIG,
+    DESCRIPTION,
+    METRICS,
+    RUN,
+    STORE,
+    RunRecord,
+    StorePlace,
+    read_json,
+    store_places,
+)
 from cli.options.settings import Settings
 from cli.report.log import versions
 from cli.report.progress import BOLD, RED, painted
 from common.activity import activity
-from common.errors import FinetuneError, as_message, on_one_line
+from common.errors import FinetuneError, UserError, as_message, on_one_line
 from common.files import cache_directory, distinct_paths
 from common.hardware.directory_drive import Drive, drive_of
 from common.hardware.machine import (
@@ -227,6 +239,8 @@ def run_verify(folders: Sequence[str]) -> int:
     from fcdp.checkpoint import ShardedCheckpoints
 
     outputs = distinct_paths(Path(folder).expanduser() for folder in folders)
+    for folder in outputs:
+        _check_is_outer(folder)
     records = {folder: record for folder in outputs if (record := RunRecord.read(folder)) is not None}
     elsewhere = {folder: _stores_elsewhere(folder, record) for folder, record in records.items()}
     there = [Path(store.path) for stores in elsewhere.values() for store in stores if store.is_there()]
@@ -235,7 +249,8 @@ def run_verify(folders: Sequence[str]) -> int:
         folder: [each for each in (folder, folder / COMMITS) if ShardedCheckpoints(each).newest() is not None]
         for folder in paths
     }
-    lists = [folder for folder in outputs if any((folder / RUN / name).exists() for name in (DESCRIPTION, FILES))]
+    signs = (DESCRIPTION, FILES, CONFIG, METRICS)
+    lists = [folder for folder in outputs if any((folder / RUN / name).exists() for name in signs)]
     stores = find_runs(paths, [*lists, *(folder for folder, committed in commits.items() if committed)])
 
     def report(where: str, what: str, damage: Sequence[str]) -> None:
@@ -271,14 +286,58 @@ def _stores_elsewhere(output: Path, record: RunRecord) -> list[StorePlace]:
     return [store for store in record.places if store.store not in inside]
 
 
+def _check_is_outer(folder: Path) -> None:
+    """Refuse what is a part of a run's output, which is verified as a whole."""
+    path = folder.resolve()
+    for outer in path.parents:
+        if path.relative_to(outer).parts[0] in (CHECKPOINTS, BASE, RUN) and (outer / RUN / FILES).exists():
+            raise UserError(
+                f"{folder} is a part of what the run in {outer} has written: finetune verify {shlex.quote(str(outer))} "
+                "verifies all of that."
+            )
+
+
 def _faults(files: Outputs) -> list[str]:
     """Return sentences about what a run has written that is not as it was written, and what to do about that."""
+    output = files.directory
+    description = list(_description_faults(output))
     if not files.has_list:
         return [
-            f"{files.directory / RUN / FILES} is missing or damaged, so nothing of what the run has written can be "
-            f"checked: move its result elsewhere, then finetune export --output {files.directory} writes it again."
+            *description,
+            f"{output / RUN / FILES} is missing or damaged, so nothing of what the run has written can be "
+            f"checked: move its result elsewhere, then finetune export --output {output} writes it again.",
         ]
-    faults = files.faults()
-    if files.faults(RESULT):
-        faults[-1] += f" To write the result again: finetune export --output {files.directory}."
-    return faults
+    record, saves = RunRecord.read(output), _saves(output)
+    faults = [*files.strays(saves=saves), *files.faults()]
+    if saves and record is not None and record.ended_after is not None and not files.has_result:
+        faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
+    if faults and (files.faults(RESULT) or not files.has_result):
+        faults[-1] += f" To write the result again: finetune export --output {output}."
+    return [*description, *faults]
+
+
+def _description_faults(output: Path) -> Iterator[str]:
+    """Yield what is wrong with the description of a run, without which its store is not found elsewhere."""
+    path, content = output / RUN / DESCRIPTION, read_json(output / RUN / DESCRIPTION)
+    stores, record, what = content.get("stores"), RunRecord.read(output), ""
+    if not path.exists():
+        what = "is missing" if any((output / RUN / name).exists() for name in (CONFIG, METRICS)) else ""
+    elif not content:
+        what = "cannot be read"
+    elif not (isinstance(content.get("id"), str) and content["id"]):
+        what = "has no id of the run"
+    elif record is None or not (isinstance(stores, list) and 0 < len(stores) == len(record.places)):
+        what = "does not name the directories of the run's store"
+    if what:
+        yield (
+            f"{path} {what}, so a store on other drives was not looked for: name its drives, too (finetune verify "
+            f"{shlex.quote(str(output))} DRIVE). The next finetune --output {shlex.quote(str(output))} --resume writes "
+            "the description again; it needs --ssd with these drives."
+        )
+
+
+def _saves(output: Path) -> bool:
+    """Return whether a run writes a result, as far as its options are known."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return not tomllib.loads((output / RUN / CONFIG).read_text())["output"]["no-save"]
+    return True

@@ -79,7 +79,7 @@ class Job(ClusterSettings, OutputSettings):
     arguments: tuple[str, ...] = ()  # The command line
     changes: tuple[str, ...] = ()  # What differs from the options of the continued run, for people
     how_to_continue: str = ""  # The command that continues this run, as a sentence
-    started_at: float = 0.0  # When this call began, in seconds since 1970
+    started_at: float = 0.0  # When this call began, by `time.monotonic`
 
     @property
     def device(self) -> str:

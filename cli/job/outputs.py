@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import uuid
@@ -43,14 +44,14 @@ from cli.options.run_record import (
     read_json,
 )
 from cli.options.settings import Settings
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sync, sync_tree
 from common.models.adapters.options import CONFIG as ADAPTER
 from common.models.adapters.options import WEIGHTS
 from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.store.directories import DirectoryLock
-from common.store.errors import described
+from common.store.errors import described, opened
 
 FILES = "files.json"  # Name of the list, next to the run's description
 HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
@@ -94,7 +95,9 @@ class Outputs:
     def __init__(self, directory: Path, id: str, launch: str = "", files: dict[str, State] | None = None):
         self.directory, self.id, self.launch = directory, id, launch
         self.has_begun = False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
+        self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
+        self._claimed: tuple[int, Settings] | None = None  # Descriptor of the directory, and what claims it
 
     @classmethod
     def read(cls, directory: Path) -> "Outputs":
@@ -122,14 +125,14 @@ class Outputs:
     # -- what is there --------------------------------------------------------------------------------------------
 
     @property
-    def has_list(self) -> bool:
-        """Return whether there is a list that can be read."""
-        return isinstance(read_json(self.directory / RUN / FILES).get("files"), dict)
-
-    @property
     def files(self) -> Sequence[str]:
         """The listed files, by their paths inside the directory."""
         return list(self._files)
+
+    @property
+    def has_result(self) -> bool:
+        """Return whether files of the result are listed."""
+        return bool(self._listed(RESULT))
 
     def is_whole(self, name: str) -> bool:
         """Return whether all files that were listed for a folder are there as they were listed, by their content."""
@@ -146,6 +149,17 @@ class Outputs:
             elif not self._is_intact(file, by_content=True):
                 sentences.append(f"{path} is not what the run wrote there.")
         return sentences
+
+    def strays(self, *, saves: bool) -> list[str]:
+        """Return a sentence for each file that is not listed, and would be loaded with those of the run.
+
+        Args:
+            saves: whether the run writes a result, next to which others must not be.
+        """
+        folders = [path for path in _named(self.directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(self._name(path))]
+        entries = [entry for folder in (self.directory, *folders)[not saves :] for entry in _named(folder, RESULTS)]
+        files = [file for entry in entries for file in self._others(entry, is_mine=True)]
+        return [f"{file} is not in {RUN}/{FILES}, and would be loaded with what the run wrote." for file in files]
 
     def checkpoints(self, last: float, after: int = 0) -> list[str]:
         """Return the names of the listed checkpoints of ``--save-every`` of steps ``after`` one and up to ``last``, the
@@ -228,6 +242,33 @@ class Outputs:
     def _name(self, file: Path) -> str:
         return file.relative_to(self.directory).as_posix()
 
+    @contextlib.contextmanager
+    def claimed(self, descriptor: int, settings: Settings) -> Iterator[None]:
+        """Hold the directory, open as ``descriptor``, for the run of ``settings``: see :meth:`check_in_place`, whose
+        error replaces those that follow from the same cause."""
+        self._claimed = descriptor, settings
+        try:
+            yield
+        except (FinetuneError, OSError):
+            self.check_in_place()
+            raise
+        finally:
+            self._claimed = None
+
+    def check_in_place(self) -> None:
+        """Refuse to write where the directory of this run is not any more.
+
+        Raises:
+            UserError: it was moved, replaced, or removed since the run began; says what to type.
+        """
+        if self._claimed is None:
+            return
+        descriptor, settings = self._claimed
+        with described("reading", self.directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(self.directory)):
+                return
+        raise UserError(f"{self.directory} {_where_it_is(descriptor, settings)}")
+
     # -- writing --------------------------------------------------------------------------------------------------
 
     def partial(self, name: str) -> Path:
@@ -237,6 +278,7 @@ class Outputs:
     def prepare(self, name: str) -> Path:
         """Make the empty folder for files of ``name``."""
         folder = self.partial(name)
+        self.check_in_place()
         with described("writing", folder):
             self.discard(name)
             make_directory(folder)
@@ -253,6 +295,7 @@ class Outputs:
             UserError: files that the run has not written are in their place; nothing was changed.
         """
         folder, target = self.partial(name), self.directory / name
+        self.check_in_place()
         others = [] if name == RESULT else self._others(target, is_mine=False)
         for entry in sorted(folder.iterdir()):
             others += self._others(target / entry.name, is_mine=True)
@@ -280,6 +323,7 @@ class Outputs:
 
     def remove(self, name: str) -> None:
         """Remove the listed files of a folder, and the folder unless there are others in it."""
+        self.check_in_place()
         if changed := self._changed(self._listed(name)):
             print(f"kept     {changed}: changed since this run wrote it", flush=True)
         self._remove_folder(name)
@@ -366,7 +410,7 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
         UserError: another run uses the directory, or other files are in the way (:meth:`Outputs.check`).
     """
     directory = settings.output_directory
-    with DirectoryLock([directory]):
+    with DirectoryLock([directory]), opened(directory, "opening", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         outputs = Outputs.read(directory)
         continues = bool(settings.resume) or bool(launch and launch == outputs.launch)
         outputs.check_for(settings, resumes=continues)  # again: others may have written there until now
@@ -375,17 +419,36 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
         if continues:
             outputs.id = outputs.id or uuid.uuid4().hex
             outputs.write()
-            yield outputs
+            with outputs.claimed(descriptor, settings):
+                yield outputs
             return
         earlier, outputs = outputs, Outputs(directory, uuid.uuid4().hex, launch)
         try:
             earlier.set_aside(settings, outputs.id)
             outputs.write()
-            yield outputs
+            with outputs.claimed(descriptor, settings):
+                yield outputs
         except BaseException as error:
             if not outputs.has_begun:
                 _undo(outputs, error)
             raise
+
+
+def _where_it_is(descriptor: int, settings: Settings) -> str:
+    """Return what happened to the output directory that is open as ``descriptor``, and what to do."""
+    again = "Then enter the command again." if settings.command == "export" else settings.how_to_continue
+    now = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if os.fstat(descriptor).st_nlink and now.is_dir() and now.samefile(f"/proc/self/fd/{descriptor}"):
+        back = shlex.join(["mv", str(now), str(settings.output_directory)])
+        return f"was moved to {now} during the run. Move it back: {back}. {again}"
+    if settings.command == "export":
+        return "was removed during the run: enter the command again."
+    if settings.ssd:
+        return f"was removed during the run, whose store is on other drives. {settings.how_to_continue}"
+    return (
+        "was removed during the run, with the run's store: nothing of the run is left. To begin again, enter the "
+        "command again, without --resume."
+    )
 
 
 def recover(directory: Path) -> None:

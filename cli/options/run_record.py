@@ -4,13 +4,13 @@ slow."""
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError
-from common.files import replace_file
+from common.files import make_directory, replace_file
 from common.store.directories import Identity
 from common.store.errors import described
 from common.store.folders import run_places
@@ -106,11 +106,13 @@ def described_stores(folders: Iterable[Path]) -> dict[str, Any]:
     return {_STORES: [asdict(place) for place in store_places(folders)]}
 
 
-def note_end(output: Path, step: int) -> None:
-    """Note in the description that the run was done after ``step``, and all of its results are written."""
+def note_end(output: Path, step: int, description: Mapping[str, Any] | None = None) -> None:
+    """Note in the ``description``, or that which is there, that the run was done after ``step``, and all of its results
+    are written."""
     path = output / RUN / DESCRIPTION
-    content = {**read_description(output), ENDED_AFTER: step}
+    content = {**(read_description(output) if description is None else description), ENDED_AFTER: step}
     with described("writing", path):
+        make_directory(path.parent)
         replace_file(path, json.dumps(content, indent=2) + "\n")
 
 

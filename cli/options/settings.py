@@ -64,8 +64,8 @@ class Settings(AllOptions):
     context: click.Context | None = dataclasses.field(default=None, compare=False, repr=False)
     """The command line as it was parsed, with what a file or the continued run adds to it."""
     changes: tuple[str, ...] = ()  # What differs from the options of the continued run, for people
-    started_at: float = dataclasses.field(default_factory=time.time, compare=False)
-    """When this call began, in seconds since 1970."""
+    started_at: float = dataclasses.field(default_factory=time.monotonic, compare=False)
+    """When this call began, by a clock that nobody sets."""
 
     def __post_init__(self) -> None:
         self._check_declarations()

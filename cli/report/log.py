@@ -7,14 +7,14 @@ import os
 import platform
 import shlex
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.job.outputs import HISTORY_FILE
+from cli.job.outputs import FILES, HISTORY_FILE
 from cli.options.run_record import (
     CONFIG,
     DESCRIPTION,
@@ -23,12 +23,13 @@ from cli.options.run_record import (
     OUTPUT,
     RUN,
     described_stores,
+    note_end,
     read_description,
 )
 from cli.report.page import EVALUATION, RunPage
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepResult
-from common.files import make_directory, replace_file
+from common.files import make_directory, replace_file, sync
 from common.hardware.machine import describe_machine
 from common.store.errors import StoreError, described
 
@@ -64,8 +65,8 @@ def _version(name: str) -> str:
         return "-"
 
 
-def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
-    """Write the run's configuration and description, with its plan; return its directory.
+def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> dict[str, str]:
+    """Write the run's configuration and description, with its plan; return the content of these files by name.
 
     If no steps are ``done``, files of an earlier run are replaced. Both are on the drives when this returns, before the
     first step is taken: a run whose store cannot be found later is known by them.
@@ -102,13 +103,13 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> Path:
     takes_steps = done < job.steps and not job.export
     if not takes_steps and ENDED_AFTER in before:
         description[ENDED_AFTER] = before[ENDED_AFTER]
-    files = {DESCRIPTION: json.dumps(description, indent=2, default=str) + "\n"}
-    if takes_steps or not (path / CONFIG).is_file():  # options of a call that takes none are not the run's
-        files[CONFIG] = job.configuration
+    files = {DESCRIPTION: json.dumps(description, indent=2, default=str) + "\n", CONFIG: job.configuration}
+    if not takes_steps and (path / CONFIG).is_file():  # options of a call that takes none are not the run's
+        files[CONFIG] = (path / CONFIG).read_text()
     for name, text in files.items():
         with described("writing", path / name):
             replace_file(path / name, text)
-    return path
+    return files
 
 
 class History:
@@ -121,19 +122,44 @@ class History:
         lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
         newest = {(_step(line), EVALUATION in line): line for line in lines if _step(line) <= committed}
         self._path = path
+        self.say: Callable[[str], object] = print
         self.last_step = max((step for step, _ in newest), default=0.0)
         self.steps = {step for step, is_evaluation in newest if not is_evaluation}  # that have a line
         with described("writing", path):
             replace_file(path, "".join(f"{line}\n" for line in newest.values()))
-            self._file = path.open("a")
+            self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("a")
+        self._status = os.fstat(self._file.fileno())  # As of the last write
+
+    def _find(self) -> None:
+        """Go on in a new file where the file was moved, replaced, or deleted, and say so."""
+        with contextlib.suppress(FileNotFoundError):
+            status = self._path.stat()
+            if os.path.samestat(status, self._status):
+                if status.st_size < self._status.st_size:
+                    self.say(f"gap      {self._path} was cut during the run: lines of earlier steps are lost")
+                return
+        self._file.close()
+        make_directory(self._path.parent)
+        self._open()
+        if self._status.st_size and not self._path.read_bytes().endswith(b"\n"):
+            self._file.write("\n")
+        sync(self._path.parent)
+        self.say(
+            f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here"
+        )
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of a step, null for those that are not finite, so that a power cut loses none."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with described("writing", self._path):
+            self._find()
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
+            self._status = os.fstat(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -171,23 +197,29 @@ class MetricsLogger:
     def __init__(
         self, job: Job, done: int, plan: Mapping[str, Any], last: tuple[StepResult, float] | None = None
     ) -> None:
-        path = open_run_directory(job, done, plan)
+        self._outputs, path = job.outputs, job.output / RUN
+        self._files = open_run_directory(job, done, plan)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(path / METRICS, done)
         self._tokens = job.rows * job.seq_len
         if done and last is not None:
             self._log(done, *last, {})
-        self._page = RunPage(job, plan, (path / CONFIG).read_text(), path / METRICS)
+        self._page = RunPage(job, plan, self._files[CONFIG], path / METRICS)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, job.log_every)
-        self.say = self._progress.say
+        self.say = self._losses.say = self._metrics.say = self._progress.say
         for name, history in ((f"{RUN}/{METRICS}", self._metrics), (HISTORY_FILE, self._losses)):
             known = history.steps | ({done} if last is not None else set())
             if missing := spans(step for step in range(1, done + 1) if step not in known):
                 self.say(f"gap      {name} has no lines for {missing}: it is older than the run's store, or damaged")
 
     def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:
-        """Log a step with the metrics of what it took, and show it with ``text``."""
+        """Log a step with the metrics of what it took, and show it with ``text``.
+
+        Raises:
+            UserError: the output directory was moved, or removed.
+        """
+        self._keep_files()
         self._log(step, result, lr, took)
         self._progress.show(step, took["time_metrics/end_to_end(s)"], text)
         self._page.update(at_once=step == 1)
@@ -199,12 +231,32 @@ class MetricsLogger:
             self._metrics.append(step, {**result.learned(step, lr, self._tokens), **took})
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Log and show an evaluation."""
+        """Log and show an evaluation. Raises as :meth:`step`."""
+        self._keep_files()
         watched = result.watched or {"perplexity": result.perplexity}
         named = {"loss": result.loss, **watched, "throughput(tps)": result.tokens_per_second}
         self._metrics.append(step, {f"validation_metrics/{name}": value for name, value in named.items()})
         self._page.update(at_once=True)
         self.say(f"eval at step {step:,}: {result}")
+
+    def note_end(self, step: int) -> None:
+        """Note that the run was done after ``step``, and all of its results are written."""
+        self._keep_files()
+        note_end(self._outputs.directory, step, json.loads(self._files[DESCRIPTION]))
+
+    def _keep_files(self) -> None:
+        """Write again what was deleted of the files that describe the run: without them it is not found later."""
+        self._outputs.check_in_place()
+        folder = self._outputs.directory / RUN
+        lost = [name for name in (*self._files, FILES) if not (folder / name).exists()]
+        for name in lost:
+            with described("writing", folder / name):
+                make_directory(folder)
+                if name == FILES:
+                    self._outputs.write()
+                else:
+                    replace_file(folder / name, self._files[name])
+            self.say(f"written  {folder / name}, which was deleted during the run")
 
     def __enter__(self) -> "MetricsLogger":
         return self

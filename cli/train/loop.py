@@ -15,7 +15,7 @@ import torch
 from cli.job.job import Job, TrainedModel
 from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
 from cli.job.resumed import check_files
-from cli.options.run_record import METRICS, RUN, note_end
+from cli.options.run_record import METRICS, RUN
 from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
@@ -171,9 +171,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         _export(job, trainer, process.is_rank0)
     if not process.is_rank0:
         return
-    if not (after.time_is_up or job.export):
+    if logger is not None and not (after.time_is_up or job.export):
         after.forget(math.inf)
-        note_end(job.output, model.step_count)
+        logger.note_end(model.step_count)
     if after.last_words:
         print(after.last_words, flush=True)
     if summary.steps:
@@ -297,7 +297,7 @@ class AfterStep:
         job = self._job
         if job.max_hours is None or step == job.steps:
             return False
-        late = time.time() - job.started_at + seconds > job.max_hours * 3600
+        late = time.monotonic() - job.started_at + seconds > job.max_hours * 3600
         self.time_is_up = self._process.agree(late)
         if self.time_is_up:
             self.last_words = (

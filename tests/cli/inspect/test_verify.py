@@ -1,10 +1,19 @@
 """``finetune --verify``: a run as it was written, and one with a flipped bit."""
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from cli.inspect.check import run_verify
+from cli.job.outputs import RESULT, Outputs
+from cli.options.run_record import RUN, described_stores, note_end
+from common.errors import UserError
 from common.store.directories import DirectoryLock
 from common.store.folders import successor_folder
 from tests.cli.conftest import Finetune
@@ -104,3 +113,61 @@ def test_a_copy_of_an_output_is_verified_with_its_own_store(
         copied = finetune("verify", tmp_path / "copy")
     assert copied.status == 0 and f"{tmp_path}/copy/store: step 2" in copied.out, copied.err
     assert f"{tmp_path}/out" not in copied.out and copied.out.count("all as written") == 2
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The output of a finished run, whose commits, of ranks in memory, were deleted after its end."""
+    output = tmp_path / "out"
+    (output / "commits").mkdir(parents=True)
+    outputs = Outputs(output, "x")
+    for name in ("checkpoints/step-2", RESULT):
+        (outputs.prepare(name) / "config.json").write_text("{}")
+        outputs.put(name)
+    content = {"id": "x", **described_stores([output / "commits"])}
+    (output / RUN / "run.json").write_text(json.dumps(content))
+    (output / RUN / "config.toml").write_text("[output]\nno-save = false\n")
+    note_end(output, 3)
+    (output / "commits").rmdir()
+    return output
+
+
+def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(run: Path) -> None:
+        content = json.loads((run / name).read_text())
+        change(content)
+        (run / name).write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda run: (run / "run.json").write_text("{"), "run.json cannot be read"),
+    (lambda run: (run / "run.json").write_text(""), "run.json cannot be read"),
+    (lambda run: (run / "run.json").unlink(), "run.json is missing"),
+    (edited("run.json", lambda content: content.pop("id")), "run.json has no id"),
+    (edited("run.json", lambda content: content.pop("stores")), "run.json does not name the directories"),
+    (edited("run.json", lambda content: content["stores"].clear()), "run.json does not name the directories"),
+    (edited("run.json", lambda content: content["stores"][0].pop("path")), "run.json does not name the directories"),
+    (lambda run: (run / "files.json").write_text(""), "files.json is missing or damaged"),
+    (lambda run: (run / "files.json").write_text("{}"), "files.json is missing or damaged"),
+    (edited("files.json", lambda content: content.pop("id")), "files.json is missing or damaged"),
+    (edited("files.json", lambda content: content["files"].update(a=5)), "files.json is missing or damaged"),
+    (edited("files.json", lambda content: content["files"].clear()), "files.json lists no result"),
+    (edited("files.json", lambda content: content["files"].pop("checkpoints/step-2/config.json")),
+     "step-2/config.json is not in run/files.json"),
+    (lambda run: (run.parent / "adapter_config.json").touch(), "adapter_config.json is not in run/files.json"),
+])  # fmt: skip
+def test_what_describes_a_run_is_verified_too(
+    finished: Path, damage: Callable[[Path], Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_verify([str(finished)]) == 0, capsys.readouterr().err
+    damage(finished / RUN)
+    assert run_verify([str(finished)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_part_of_an_output_is_verified_with_all_of_it(finished: Path) -> None:
+    for part in ("checkpoints/step-2", "checkpoints", "run"):
+        with pytest.raises(UserError, match=rf"is a part of .* finetune verify {finished} verifies all"):
+            run_verify([str(finished / part)])
