@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -165,8 +166,6 @@ class ShardedCheckpoints:
         self._lock = DirectoryLock([self.directory])
         for name in (_INCOMPLETE, _DISCARDED):
             _empty(self.directory / name)
-        for step in sorted(self._steps())[:-1]:
-            self._remove(step)
 
     def save(self, step: int, state: Mapping[str, torch.Tensor], description: dict[str, Any]) -> None:
         """Commit ``state`` (DTensors sharded by rows) to the drives, and drop older commits. Collective."""
@@ -190,6 +189,7 @@ class ShardedCheckpoints:
             with described("renaming", incomplete):
                 incomplete.rename(self._folder(step))
             sync_directory(self.directory)
+            Commit.read(self._folder(step))  # as written, before others go
             for each in older:
                 self._remove(each)
 
@@ -198,8 +198,12 @@ class ShardedCheckpoints:
         broadcast_from_rank0(finish)
 
     def read_newest(self) -> Commit | None:
-        """Return the newest commit, as rank 0 sees it. Collective."""
-        step = broadcast_from_rank0(self.newest)
+        """Return the newest commit, as rank 0 sees it; if these are locked, drop older ones. Collective.
+
+        Raises:
+            StoreError: the newest one is damaged, and there are others; these are kept.
+        """
+        step = broadcast_from_rank0(self.newest if self._lock is None else self._settled)
         if step is None:
             return None
         folder = self._folder(step)
@@ -260,6 +264,25 @@ class ShardedCheckpoints:
     def _steps(self) -> list[int]:
         names = {path: re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*")}
         return [int(match[1]) for path, match in names.items() if match and (path / MANIFEST).exists()]
+
+    def _settled(self) -> int | None:
+        """Return the newest step. Where a killed run has left more commits, read all of that one before others go."""
+        *older, newest = sorted(self._steps()) or [None]
+        if newest is None or not older:
+            return newest
+        folder = self._folder(newest)
+        try:
+            damage = Commit(folder, **Commit.read(folder)).verify().damage
+        except FinetuneError as error:
+            damage = [str(error)]
+        if damage:
+            raise StoreError(
+                f"{damage[0].removesuffix(_REMEDY).rstrip()} Step {older[-1]:,} is there, too: to go back to it, "
+                f"rm -r {shlex.quote(str(folder))}, then continue with --resume."
+            )
+        for step in older:
+            self._remove(step)
+        return newest
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step}"

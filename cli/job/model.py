@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cli.job.machine import planned_model, sequence_length
-from cli.job.outputs import BASE, Outputs
+from cli.job.outputs import BASE, Outputs, content_digest
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import naming
 from common.data.template import dated
@@ -168,6 +168,7 @@ class ModelChoice:
         assert self.checkpoint is not None
         known = self.config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
         pad = next((int(token) for token in known if token is not None), 0)
+        self._check_base(self.checkpoint, outputs)
         new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
         is_there = outputs.is_whole(BASE) and (base / "config.json").read_text() == new.to_json_string(use_diff=True)
         if not is_there:  # of several ranks, the first one has written it before the others come here
@@ -176,6 +177,17 @@ class ModelChoice:
             self.template.write(folder)
             outputs.put(BASE)
         return replace(self, base=base)
+
+    def _check_base(self, checkpoint: Path, outputs: Outputs) -> None:
+        """Refuse to continue with other weights than those that the run's own model is made of."""
+        links = outputs.links(BASE)
+        contents = {content_digest(file) for file in checkpoint.glob("*.safetensors")} if links else set()
+        for target, content in links.items():
+            if content and content not in contents:
+                raise UserError(
+                    f"--resume: this run began with the model in {target.parent}, and {checkpoint} has other weights: "
+                    "give the model that it began with, where it is now, or begin a new run in another --output."
+                )
 
 
 def trainable_parameters(engine: EngineConfig, model: PreTrainedModel) -> int:

@@ -79,6 +79,9 @@ _RETIRED = ".old"  # End of the name, before that, of a folder that is about to 
 _FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")  # What a run makes
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # Parts of a large file that are hashed, evenly spaced, and bytes of each
 
+_LINK = "link to "  # Beginning of the hash of a link, before its target and the hash of that
+_NOT_REGULAR = "not a regular file"  # Hash of any other thing, and of links in lists of earlier versions
+
 State = tuple[int, int, str]  # Of a file: its size in bytes, its time in ns, and a hash
 
 
@@ -146,6 +149,8 @@ class Outputs:
             path = self.directory / file
             if not os.path.lexists(path):
                 sentences.append(f"{path} is missing.")
+            elif path.is_symlink() and not path.exists():
+                sentences.append(f"{path} is a link to {os.readlink(path)}, where nothing is.")
             elif not self._is_intact(file, by_content=True):
                 sentences.append(f"{path} is not what the run wrote there.")
         return sentences
@@ -160,6 +165,21 @@ class Outputs:
         entries = [entry for folder in (self.directory, *folders)[not saves :] for entry in _named(folder, RESULTS)]
         files = [file for entry in entries for file in self._others(entry, is_mine=True)]
         return [f"{file} is not in {RUN}/{FILES}, and would be loaded with what the run wrote." for file in files]
+
+    def links(self, name: str) -> dict[Path, str]:
+        """Return the targets of the links that were listed for a folder, each with the hash of its content then.
+
+        It is that of now where the list has none, and empty where nothing is left of either.
+        """
+        targets = {}
+        for file in self._listed(name):
+            path, digest = self.directory / file, self._files[file][2]
+            if digest == _NOT_REGULAR and path.is_symlink():
+                targets[path.readlink()] = content_digest(path)
+            elif digest.startswith(_LINK):
+                target, _, content = digest.removeprefix(_LINK).rpartition(": ")
+                targets[Path(target)] = content
+        return targets
 
     def checkpoints(self, last: float, after: int = 0) -> list[str]:
         """Return the names of the listed checkpoints of ``--save-every`` of steps ``after`` one and up to ``last``, the
@@ -226,6 +246,10 @@ class Outputs:
         with contextlib.suppress(KeyError, OSError):
             size, time, digest = self._files[file]
             status = path.lstat()
+            if status.st_size == size and stat.S_ISLNK(status.st_mode):
+                if digest == _NOT_REGULAR:  # of an earlier version
+                    return path.exists() or not by_content
+                return _digest(path) == digest if by_content else digest.startswith(_link(path))
             if status.st_size == size:
                 return (status.st_mtime_ns == time and not by_content) or _digest(path) == digest
         return False
@@ -517,10 +541,23 @@ def _files_of(entry: Path) -> list[Path]:
 
 def _digest(file: Path) -> str:
     """Return a hash of a file; of a large one, of 4 MiB of it, which nearly any change of weights changes."""
-    status = file.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        return "not a regular file"
-    return _digest_of(file, status.st_size, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
+    if file.is_symlink():
+        return f"{_link(file)}{content_digest(file)}"
+    return content_digest(file) or _NOT_REGULAR
+
+
+def _link(file: Path) -> str:
+    """Return the start of the hash of a link."""
+    return f"{_LINK}{os.readlink(file)}: "
+
+
+def content_digest(file: Path) -> str:
+    """Return a hash of what is in a file, or the target of a link; empty if that is no regular file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = file.stat()
+        state = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+        return _digest_of(file, status.st_size, state) if stat.S_ISREG(status.st_mode) else ""
+    return ""
 
 
 @lru_cache(maxsize=1 << 14)

@@ -147,9 +147,7 @@ class History:
         if self._status.st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write("\n")
         sync(self._path.parent)
-        self.say(
-            f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here"
-        )
+        self.say(f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here")
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of a step, null for those that are not finite, so that a power cut loses none."""

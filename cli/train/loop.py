@@ -174,8 +174,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     if logger is not None and not (after.time_is_up or job.export):
         after.forget(math.inf)
         logger.note_end(model.step_count)
-    if after.last_words:
-        print(after.last_words, flush=True)
+    for line in (after.last_words, "" if job.export else after.lost_best()):
+        if line:
+            print(line, flush=True)
     if summary.steps:
         print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
     elif not job.export:
@@ -221,6 +222,7 @@ class AfterStep:
         self._uncommitted = self._left_by_later_steps() if process.is_rank0 else {}
         self._losses = self._earlier_losses()
         self._note_evaluations()
+        self._name_damage()
         self.time_is_up = False
         self.last_words = ""  # why the run has ended before its last step
 
@@ -228,12 +230,45 @@ class AfterStep:
         """Return the checkpoints, with their steps, that an earlier process has saved after steps that were lost."""
         names = self._outputs.checkpoints(math.inf, after=self._resumed_from)
         steps = {name: int(name.removeprefix(f"{CHECKPOINTS}/{STEP}")) for name in names}
-        best = f"{CHECKPOINTS}/{BEST}"
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            step = int(json.loads((self._job.output / best / EVALUATION).read_text())["step"])
-            if step > self._resumed_from:
-                steps[best] = step
+        if (step := self._step_of_best()) > self._resumed_from:
+            steps[f"{CHECKPOINTS}/{BEST}"] = step
         return steps
+
+    def _step_of_best(self) -> int:
+        """Return the step of the checkpoint that is there as the best one; 0 if there is none."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            return int(json.loads((self._job.output / CHECKPOINTS / BEST / EVALUATION).read_text())["step"])
+        return 0
+
+    def _name_damage(self) -> None:
+        """Say which checkpoints of an earlier process are not what that has saved, and whether the best one is lost."""
+        if not (self._process.is_rank0 and self._resumed_from):
+            return
+        for name in self._outputs.checkpoints(self._resumed_from):
+            if faults := self._outputs.faults(name):
+                self._say(f"damaged  {faults[0].removesuffix('.')}: it does not count for --keep")
+        if best_of(self._losses)[0] != self._resumed_from and (lost := self.lost_best()):
+            self._say(lost)
+
+    def lost_best(self) -> str:
+        """Return a line if the best evaluation is of a step whose checkpoint is not there any more; else nothing."""
+        (best, _), name = best_of(self._losses), f"{CHECKPOINTS}/{BEST}"
+        if self._job.save_every is None or not best:
+            return ""
+        if (is_whole := self._outputs.is_whole(name)) and self._step_of_best() == best:
+            return ""
+        path = self._job.output / name
+        why = f"of step {self._step_of_best():,}" if is_whole else "damaged" if path.is_dir() else "not there"
+        return (
+            f"lost     the checkpoint of the best evaluation (step {best:,}, loss {self._losses[best]:.4f}): {path} "
+            f"is {why}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._logger is None:
+            print(text, flush=True)
+        else:
+            self._logger.say(text)
 
     def forget(self, step: float) -> None:
         """Remove what an earlier process has saved after this step, before it is taken again, or after earlier ones."""
@@ -241,7 +276,7 @@ class AfterStep:
             saved = self._uncommitted.pop(name)
             self._outputs.remove(name)
             if self._logger is not None:
-                self._logger.say(f"removed  {self._job.output / name}: of step {saved:,}, which was not committed")
+                self._say(f"removed  {self._job.output / name}: of step {saved:,}, which was not committed")
 
     def _earlier_losses(self) -> dict[int, float]:
         """Return the losses of earlier evaluations on the same data, by step: those in the run's own file, which may be
@@ -332,7 +367,9 @@ class AfterStep:
             return False
         is_new = self._checkpoint(f"{CHECKPOINTS}/{STEP}{step}", lambda: step <= self._resumed_from)
         if self._process.is_rank0:
-            for old in self._outputs.checkpoints(step)[: -self._job.keep]:
+            names = self._outputs.checkpoints(step)
+            whole = [name for name in names if self._outputs.is_whole(name)]
+            for old in names[: names.index(whole[-self._job.keep])] if len(whole) > self._job.keep else ():
                 self._outputs.remove(old)
         return is_new
 

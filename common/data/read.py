@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import lzma
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -137,10 +138,17 @@ def _open_zstandard(path: Path, mode: str) -> IO[bytes]:
 
 def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
     try:
-        return (data.removeprefix(_BOM) if first_line == 1 else data).decode()
+        text = (data.removeprefix(_BOM) if first_line == 1 else data).decode()
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
+    if (start := data.find(b"\0")) >= 0:
+        line, byte = first_line + data.count(b"\n", 0, start), start - data.rfind(b"\n", 0, start)
+        raise UserError(
+            f"{path}, line {line}, has a NUL at its byte {byte:,}, as a power cut leaves them. "
+            f"Restore the file from a copy, or remove all NULs: tr -d '\\000' < {shlex.quote(str(path))} > NEW."
+        )
+    return text
 
 
 def _lines(path: Path, file: IO[bytes], first: int = 1) -> Iterator[str]:

@@ -11,6 +11,7 @@ from common.hub import is_hub_name, is_in_cache, may_download
 def check_model(name: str) -> None:
     """Reject a name that is no checkpoint directory, GGUF file, preset, or hub's model that can be had."""
     directory = Path(name).expanduser()
+    _refuse_two_models(directory)
     if find_gguf(directory) or (directory / "config.json").is_file():
         return
     presets = preset_files("models")
@@ -44,6 +45,17 @@ def find_gguf(path: Path) -> Path | None:
     if len(files) > 1:
         raise UserError(f"{path} has {len(files)} GGUF files: give one of them, {files[0]} for instance.")
     return files[0] if files else None
+
+
+def _refuse_two_models(directory: Path) -> None:
+    """Refuse adapters next to the weights of a whole model: transformers loads the adapters, and what they name."""
+    adapters = ("adapter_config.json", "adapter_model.safetensors")
+    others = [file for file in directory.glob("*.safetensors") if file.name not in adapters]
+    if others and (directory / adapters[0]).exists() and (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory} holds {adapters[0]} next to the weights of a whole model, and transformers would load these "
+            "with the adapters, or others that they name: move the files adapter_* to another directory."
+        )
 
 
 def _not_a_checkpoint(directory: Path) -> str:

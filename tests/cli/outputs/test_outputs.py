@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli.job.inputs import check_apart
-from cli.job.outputs import BASE, RESULT, Outputs, claim, recover
+from cli.job.outputs import BASE, RESULT, Outputs, claim, content_digest, recover
 from cli.options.run_record import REPLACED
 from cli.options.settings import Settings
 from common.errors import UserError
@@ -156,6 +156,39 @@ def test_only_listed_checkpoints_are_rotated_and_taken_for_whole(earlier: Path) 
     assert (earlier / "checkpoints/step-1/notes.txt").exists() and outputs.checkpoints(9) == []
     (earlier / BASE / "config.json").unlink()
     assert not Outputs.read(earlier).is_whole(BASE)
+
+
+@pytest.mark.parametrize("is_listed_as_before", [False, True])
+def test_a_link_is_what_it_was_while_its_target_is(is_listed_as_before: bool, earlier: Path, tmp_path: Path) -> None:
+    """The weights of a classifier's ``base/``; earlier versions had no hash of them."""
+    target, other = tmp_path / "weights.safetensors", tmp_path / "another.safetensor"
+    target.write_text("weights")
+    other.write_text("others")
+    outputs = Outputs.read(earlier)
+    (outputs.prepare(BASE) / "weights-1.safetensors").symlink_to(target)
+    outputs.put(BASE)
+    link, files = earlier / BASE / "weights-1.safetensors", earlier / "run/files.json"
+    if is_listed_as_before:
+        content = json.loads(files.read_text())
+        content["files"]["base/weights-1.safetensors"][2] = "not a regular file"
+        files.write_text(json.dumps(content))
+    outputs = Outputs.read(earlier)
+    assert outputs.is_whole(BASE) and list(outputs.links(BASE)) == [target]
+    if not is_listed_as_before:
+        target.write_text("others!")
+        assert outputs.faults(BASE) == [f"{link} is not what the run wrote there."]
+        assert outputs.links(BASE)[target] != content_digest(target)
+    target.unlink()
+    assert outputs.faults(BASE) == [f"{link} is a link to {target}, where nothing is."]
+    outputs.check(**ANY)  # it is the run's all the same
+    if not is_listed_as_before:
+        link.unlink()
+        link.symlink_to(other)
+        assert outputs.faults(BASE) == [f"{link} is not what the run wrote there."]
+        link.unlink()
+        link.symlink_to(target)
+    write(outputs, BASE, config__json="another")
+    assert outputs.is_whole(BASE)
 
 
 def test_a_result_replaces_all_of_the_one_before(earlier: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,7 @@ class Scene:
                 break
         if ends:
             after.forget(math.inf)
+        self.lost = after.lost_best()
         return after.last_words
 
     def calls(self) -> dict[str, str]:
@@ -115,6 +117,42 @@ def test_checkpoints_of_steps_that_were_not_committed_and_are_not_due_again_are_
     assert scene.calls() == {"step-2": "1", "step-4": "1", "step-6": "3", "step-8": "1", "best": "1"}
     scene.run(range(4, 8), committed=4, save_every=None, ends=True, losses={**losses, 7: 9.0})
     assert scene.calls() == {"step-2": "1", "step-4": "1"}, "also those of steps after the last"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("edited")])
+def test_a_damaged_checkpoint_is_named_and_does_not_count(
+    damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    scene.run(range(7), committed=6, keep=3)
+    assert scene.calls() == dict.fromkeys(["step-2", "step-4", "step-6"], "1")
+    damage(tmp_path / "checkpoints/step-4/config.json")
+    scene.run(range(6, 9), committed=8, keep=3)
+    assert "damaged" in (said := capsys.readouterr().out) and "checkpoints/step-4/config.json" in said
+    assert {"step-2": "1", "step-6": "1", "step-8": "2"}.items() <= scene.calls().items(), "three whole ones"
+    scene.run(range(8, 11), committed=10, keep=3)
+    assert "step-2" not in scene.calls(), "three whole ones are newer"
+    capsys.readouterr()
+    scene.run(range(10, 11), committed=10, keep=3)
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_a_best_checkpoint_that_is_lost_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene, losses = Scene(tmp_path, monkeypatch), {0: 5.0, 1: 4.0, 2: 3.0, 3: 3.5, 4: 3.6, 5: 2.0}
+    best = tmp_path / "checkpoints/best"
+    scene.run(range(4), committed=3, losses=losses)
+    scene.run(range(3, 4), committed=3, losses=losses)
+    assert "lost" not in capsys.readouterr().out
+    (best / "config.json").write_text("edited")
+    for why in ("damaged", "not there"):
+        scene.run(range(3, 4), committed=3, losses=losses)
+        lost = f"lost     the checkpoint of the best evaluation (step 2, loss 3.0000): {best} is {why}"
+        assert lost in capsys.readouterr().out and lost == scene.lost
+        shutil.rmtree(best, ignore_errors=True)
+    scene.run(range(3, 6), committed=5, losses=losses)
+    assert "lost" in capsys.readouterr().out and scene.lost == "", "a better one was saved since"
 
 
 def test_evaluations_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The command's objectives against TRL's own trainers in memory, on the same data in the same order."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -172,6 +173,33 @@ def test_a_run_that_continues_is_the_same_run(
     (expected, weights), (resumed, others) = runs
     assert resumed == expected
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_a_classifier_continues_with_the_model_that_it_began_with(
+    checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Its weights are links: to a model that is lost, moved, or another one."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TEXTS))
+    first, moved, other = tmp_path / "first", tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(checkpoint, first)
+    shutil.copytree(checkpoint, other)
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: value * 2 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    words = ("--data", tmp_path / "data.jsonl", "--objective", "classify", *LORA, *PLACE, "--batch-size", "2")
+    words = (*words, "--output", tmp_path / "out")
+    done = finetune("--model", first, *words, "--steps", "1")
+    assert done.status == 0, done.err
+    base = tmp_path / "out/base/weights-1.safetensors"
+    refused = finetune("--model", other, *words, "--steps", "2", "--resume")
+    assert refused.status == 2 and f"this run began with the model in {first}, and {other}" in refused.err
+    assert base.readlink().parent == first
+    first.rename(moved)
+    damaged = finetune("verify", tmp_path / "out")
+    assert damaged.status == 1 and f"{base} is a link to {first}/model.safetensors, where nothing" in damaged.err
+    continued = finetune("--model", moved, *words, "--steps", "2", "--resume")
+    assert continued.status == 0 and base.readlink().parent == moved, continued.err
+    assert finetune("verify", tmp_path / "out").status == 0
 
 
 @pytest.mark.parametrize(("records", "objective", "message"), [

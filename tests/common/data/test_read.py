@@ -87,7 +87,7 @@ def test_one_value_of_a_json_list_changes_no_other(tmp_path: Path, records: list
     assert str(read(tmp_path / "a.json")) == str(records), "2 is not 2.0"
 
 
-cells = st.text(st.characters(codec="utf-8"), max_size=8)
+cells = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 
 
 @of_any_file
@@ -189,6 +189,12 @@ CUT = gzip.compress(b'{"text": "x"}\n' * 100, mtime=0)[:-20]
     ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ["line 1, is not UTF-8"]),
     ("a.txt", b"one\ntwo\ncaf\xe9\n", ["line 3, is not UTF-8"]),
     ("a.csv", b"text\na\ncaf\xe9\n", ["line 3, is not UTF-8"]),
+    ("a.txt", b"one\ntwo\0\0\0", ["line 2, has a NUL at its byte 4", "tr -d '\\000' < "]),
+    ("a.txt", b"one\n\0\0\0", ["line 2, has a NUL at its byte 1"]),
+    ("a.txt.gz", gzip.compress(b"one\n\0", mtime=0), ["line 2, has a NUL"]),
+    ("a.csv", b"text\na\n\0\0", ["line 3, has a NUL at its byte 1"]),
+    ("a.jsonl", b'{"text": "a"}\n\0\0\0', ["line 2, has a NUL at its byte 1"]),
+    ("a.json", b'{"text": "a"}\n\0\0\0', ["line 2, has a NUL at its byte 1"]),
     ("a.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}', ["line 2 is not JSON (the key 'a' occurs twice)"]),
     ("a.json", b'[{"a": 1},\n{"a": {"b": 1, "b": 2}}]', ["a.json is not JSON (the key 'b' occurs twice)"]),
     ("a.jsonl", rb'{"text": "a\ud83e b \ud83e\udd8a"}', ["line 1", r"\ud83e is half of a surrogate pair"]),

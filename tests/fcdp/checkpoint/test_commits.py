@@ -1,6 +1,8 @@
 """What lies in a commit: found damaged byte by byte, refused when it means harm, kept from two runs at once."""
 
+import contextlib
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,27 @@ def test_one_run_at_a_time(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "incomplete" / "rank-00000.safetensors").touch()
     assert "in use by another run" in pool.run((2, 1), lock_twice, tmp_path)[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_commit_goes_when_the_newest_is_known_to_be_whole(pool: Pool, committed: Path, tmp_path: Path) -> None:
+    """A run was killed between its commit and the removal of the one before."""
+    directory = tmp_path / "commits"
+    shutil.copytree(committed, directory)
+    newest = read_sealed(directory / "step-4" / MANIFEST)
+    assert newest is not None
+    shutil.copytree(directory / "step-4", directory / "step-5")
+    write_sealed(directory / "step-5" / MANIFEST, {**newest, "step": 5})
+    for file in sorted((directory / "step-5").iterdir()):
+        with flipped(file, file.stat().st_size - 1), pytest.raises(RankError, match=r"rm -r .*step-5, then continue"):
+            pool.run((1, 1), settle, directory)
+        assert (directory / "step-4").is_dir()
+    assert pool.run((1, 1), settle, directory) == [5]
+    assert [path.name for path in directory.glob("step-*")] == ["step-5"]
+
+
+def settle(topology: fcdp.Topology, directory: Path) -> int | None:
+    commits = ShardedCheckpoints(directory)
+    with contextlib.closing(commits):
+        commits.lock()
+        newest = commits.read_newest()
+    return None if newest is None else newest.step
