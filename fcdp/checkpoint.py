@@ -267,9 +267,10 @@ class ShardedCheckpoints:
 
     def _settled(self) -> int | None:
         """Return the newest step. Where a killed run has left more commits, read all of that one before others go."""
-        *older, newest = sorted(self._steps()) or [None]
-        if newest is None or not older:
-            return newest
+        steps = sorted(self._steps())
+        if len(steps) < 2:
+            return self.newest()
+        *older, newest = steps
         folder = self._folder(newest)
         try:
             damage = Commit(folder, **Commit.read(folder)).verify().damage

@@ -134,7 +134,7 @@ class History:
         self._status = os.fstat(self._file.fileno())  # As of the last write
 
     def _find(self) -> None:
-        """Go on in a new file where the file was moved, replaced, or deleted, and say so."""
+        """Continue in a new file where the file was moved, replaced, or deleted, and print a line."""
         with contextlib.suppress(FileNotFoundError):
             status = self._path.stat()
             if os.path.samestat(status, self._status):

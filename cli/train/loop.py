@@ -244,11 +244,18 @@ class AfterStep:
         """Say which checkpoints of an earlier process are not what that has saved, and whether the best one is lost."""
         if not (self._process.is_rank0 and self._resumed_from):
             return
-        for name in self._outputs.checkpoints(self._resumed_from):
+        outdated = self._outdated(self._resumed_from)
+        for name in self._outputs.checkpoints(self._resumed_from)[len(outdated) :]:
             if faults := self._outputs.faults(name):
                 self._say(f"damaged  {faults[0].removesuffix('.')}: it does not count for --keep")
         if best_of(self._losses)[0] != self._resumed_from and (lost := self.lost_best()):
             self._say(lost)
+
+    def _outdated(self, step: int) -> list[str]:
+        """Return the checkpoints of up to ``step`` that are older than the ``--keep`` newest whole ones."""
+        names = self._outputs.checkpoints(step)
+        whole = [name for name in names if self._outputs.is_whole(name)]
+        return names[: names.index(whole[-self._job.keep])] if len(whole) >= self._job.keep else []
 
     def lost_best(self) -> str:
         """Return a line if the best evaluation is of a step whose checkpoint is not there any more; else nothing."""
@@ -367,9 +374,7 @@ class AfterStep:
             return False
         is_new = self._checkpoint(f"{CHECKPOINTS}/{STEP}{step}", lambda: step <= self._resumed_from)
         if self._process.is_rank0:
-            names = self._outputs.checkpoints(step)
-            whole = [name for name in names if self._outputs.is_whole(name)]
-            for old in names[: names.index(whole[-self._job.keep])] if len(whole) > self._job.keep else ():
+            for old in self._outdated(step):
                 self._outputs.remove(old)
         return is_new
 

@@ -133,6 +133,10 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(
     scene.run(range(8, 11), committed=10, keep=3)
     assert "step-2" not in scene.calls(), "three whole ones are newer"
     capsys.readouterr()
+    outputs = Outputs.read(tmp_path)
+    (outputs.prepare("checkpoints/step-2") / "config.json").touch()
+    outputs.put("checkpoints/step-2")
+    shutil.rmtree(tmp_path / "checkpoints/step-2")  # as if the run was killed when it removed that
     scene.run(range(10, 11), committed=10, keep=3)
     assert "damaged" not in capsys.readouterr().out
 

@@ -1,4 +1,5 @@
-"""Somebody moves or deletes files of the output during a run: it says so, and nothing is written elsewhere."""
+"""Somebody moves or deletes files of the output during a run: a line names that, and nothing is written
+elsewhere."""
 
 import json
 import shutil
