@@ -321,11 +321,14 @@ class Outputs:
         folder, target = self.partial(name), self.directory / name
         self.check_in_place()
         others = [] if name == RESULT else self._others(target, is_mine=False)
-        for entry in sorted(folder.iterdir()):
-            others += self._others(target / entry.name, is_mine=True)
+        names = {target / entry.name for entry in folder.iterdir()}
+        if name == RESULT:
+            names.update(_named(target, RESULTS))  # what was put there during the run would be loaded with it
+        for entry in sorted(names):
+            others += self._others(entry, is_mine=True)
         if others:
             raise UserError(
-                f"{others[0]} was not written by this run, or changed since, and would be replaced: move "
+                f"{others[0]} was not written by this run, or changed since, and would be replaced or loaded: move "
                 f"{others[0] if name == RESULT else target} elsewhere, then enter the command again, of a run with "
                 "--resume."
             )

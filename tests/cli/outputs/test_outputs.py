@@ -191,6 +191,14 @@ def test_a_link_is_what_it_was_while_its_target_is(is_listed_as_before: bool, ea
     assert outputs.is_whole(BASE)
 
 
+def test_no_result_is_written_next_to_what_would_be_loaded_with_it(earlier: Path) -> None:
+    outputs = Outputs.read(earlier)
+    (earlier / "pytorch_model.bin").touch()  # during the run
+    with pytest.raises(UserError, match=r"pytorch_model\.bin was not written by this run"):
+        write(outputs, RESULT, config__json="5", model__safetensors="5")
+    assert outputs.is_whole(RESULT)
+
+
 def test_a_result_replaces_all_of_the_one_before(earlier: Path) -> None:
     outputs = Outputs.read(earlier)
     write(outputs, RESULT, adapter_config__json="5", adapter_model__safetensors="5")
