@@ -16,7 +16,7 @@ import torch.distributed as dist
 from peft import PeftConfig
 from torch.distributed.tensor import DTensor
 
-from common.communication import all_gather_object, broadcast_from_rank0
+from common.communication import all_gather_object, broadcast_from_rank0, run_on_all_ranks
 from common.errors import UserError
 from common.memory import numa
 from common.memory.meter import PeakMeter
@@ -25,6 +25,7 @@ from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.identity import weights_identity
 from common.models.checkpoint.sources import CheckpointSource
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run
@@ -83,6 +84,8 @@ class Trainer:
         self.meter = PeakMeter(lambda: pids)  # memory that this node's ranks hold together, for the first of them
         if topology.local_rank == 0:
             self.meter.start()
+        directory = adapters if isinstance(adapters, str | os.PathLike) else None
+        self._watched = WatchedFiles(model, directory)
         saved = SavedAdapter(adapters) if isinstance(adapters, str | os.PathLike) else None
         peft_config = adapters if isinstance(adapters, PeftConfig) else saved.config() if saved else None
         self._model = ClusterModel.open(model, topology, config, peft_config, saved)
@@ -100,7 +103,12 @@ class Trainer:
             "adapters": adapters_described,
             "parameters with weight decay": len(decayed_parameters(self._model.module)),
         }
-        base = broadcast_from_rank0(lambda: weights_identity(self._model.checkpoint))
+        base, *others = run_on_all_ranks(lambda: weights_identity(self._model.checkpoint))
+        if any(other != base for other in others):
+            raise UserError(
+                f"{self._model.checkpoint} does not hold the same model for all ranks: copy one to all nodes, or start "
+                "again once nothing writes there."
+            )
         if base:
             self._identity[_BASE] = base
         if self._model.adapters is not None:
@@ -116,6 +124,7 @@ class Trainer:
         """Load the weights that training starts from. Commits of an earlier run are removed."""
         broadcast_from_rank0(self.checkpoints.begin)
         load(self._model.module, self._model.source, self._model.adapters)
+        run_on_all_ranks(self._watched.check)
         self.sharding.invalidate()
 
     def resume(self) -> None:
@@ -151,6 +160,7 @@ class Trainer:
         self.checkpoints.load(commit, self.state())
         for name, value in self._model.source.read_buffers():
             self._model.module.get_buffer(name).copy_(value)
+        run_on_all_ranks(self._watched.check)
         for _, parameter in self._model.trained():
             self._optimizer.state[parameter]["step"].fill_(commit.step)
         self.sharding.invalidate()

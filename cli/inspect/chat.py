@@ -16,6 +16,7 @@ from common.files import read_text_file
 from common.hardware.machine import memory_available_bytes
 from common.limits import LimitExceeded
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
 from common.models.task_type import task_type_of
@@ -27,6 +28,7 @@ _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")  # Tasks of adapters, as peft names them
 
 def run_chat(settings: Settings) -> None:
     """Answer each line of standard input, knowing the lines and answers before it, until the input ends."""
+    watched = WatchedFiles(settings.model, settings.adapter)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None:
         raise UserError(f"{settings.model} is a preset of random weights: give --model a checkpoint.")
@@ -39,6 +41,7 @@ def run_chat(settings: Settings) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     with activity(f"loading {settings.model}", announced=True):
         tokenizer, model = _tokenizer(checkpoint, adapter), _model(checkpoint, adapter)
+    watched.check()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     ends = stops_of(model.generation_config)
     messages: list[dict[str, str]] = []

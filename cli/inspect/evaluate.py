@@ -24,6 +24,7 @@ from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.sources import WeightSource
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE as GENERATION
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
@@ -102,6 +103,7 @@ def merge_adapter(settings: Settings) -> None:
     check_apart(settings, output)
     _refuse_run(output, output)
     Outputs.read(output).check_for(settings, resumes=False)
+    watched = WatchedFiles(settings.model, settings.adapter)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
@@ -121,6 +123,7 @@ def merge_adapter(settings: Settings) -> None:
             for name in (CHAT_TEMPLATE, GENERATION):
                 if (file := settings.adapter.expanduser() / name).is_file():  # that of training
                     copy_into(folder, file)
+            watched.check()
             outputs.put(RESULT)
             outputs.begin()
     print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)

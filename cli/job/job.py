@@ -18,6 +18,7 @@ from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.shards import rounding
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
@@ -49,6 +50,7 @@ class Job(ClusterSettings, OutputSettings):
 
     config: PreTrainedConfig
     checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random
+    watched: WatchedFiles = field(default_factory=WatchedFiles)  # --model and --adapter before they were read
     architecture: str  # Name of the model's class
     task_type: TaskType  # Task that the model's head is for
     vocab_size: int

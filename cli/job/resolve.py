@@ -24,6 +24,7 @@ from common.data.selection import RecordSelection
 from common.errors import UserError
 from common.files import make_directory
 from common.hardware.machine import torch_name
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.meta_model import build_meta_model
 from common.store.directories import usable_directories
 from common.units import format_bytes
@@ -42,6 +43,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         claim: makes the output directory that of the run, once it was checked; None: others have done that.
         is_restart: whether this is the same run again, as a rank was lost.
     """
+    watched = WatchedFiles(settings.model, settings.adapter)
     # The options, and the run that they continue.
     engine, output = settings.engine, settings.output_directory
     if settings.steps is not None:
@@ -121,6 +123,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         overwrite=settings.overwrite,
         config=choice.config,
         checkpoint=choice.checkpoint,
+        watched=watched,
         architecture=type(model).__name__,
         task_type=choice.task_type,
         vocab_size=choice.vocab_size,

@@ -164,6 +164,7 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
 
 def frozen_engine(job: Job, drives: Sequence[Path]) -> Engine:
     """Return an engine with the weights of a job before training, for forward passes, in other directories."""
+    job.watched.check()
     config = job.engine.with_options(ssd=drives, leave_ssd=(), resume=False)
     if not job.adapters:  # something has to be trainable, and costs least if it is small
         parameters = dict(build_meta_model(job.config).named_parameters())
@@ -200,6 +201,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
         where = ", ".join(str(path) for path in job.ssd)
         doing = f"reading what the run has in {where}" if job.resume else f"writing the weights to {where}"
         with activity(doing, announced=True):
+            job.watched.check()
             engine = Engine(job.checkpoint or job.model, job.engine)  # type: ignore[call-arg] # the config has ssd
         stack.enter_context(engine)
         try:

@@ -29,7 +29,7 @@ from cli.train.loop import Trainer, evaluate, train
 from cli.train.meeting import check_same_command, check_shared, meet
 from cli.train.process import LAUNCH, RankProcess
 from common.activity import activity
-from common.communication import all_gather_object, broadcast_from_rank0
+from common.communication import all_gather_object, broadcast_from_rank0, run_on_all_ranks
 from common.data import Batches
 from common.errors import FinetuneError, printable
 from common.store import load_manifest, remove
@@ -106,6 +106,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store, stack: co
 
 def open_trainer(job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> EngineTrainer:
     """Open this rank's engine, which takes its part of every batch, given all nodes' launches. Collective."""
+    run_on_all_ranks(job.watched.check)
     broadcast_from_rank0(lambda: profile_once(job, share_of(topology)))
     engine = _open_engine(job, topology, launches)
     check_same_run(job, engine, launches)
@@ -189,6 +190,7 @@ class InMemoryTrainer(Trainer):
 
 
 def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fcdp.trainer.Trainer:
+    run_on_all_ranks(job.watched.check)
     directory, engine = job.output / COMMITS, job.engine
     cache, options = engine.host_cache, engine.optimizer
     config = TrainerConfig(

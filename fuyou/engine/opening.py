@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from common.errors import UserError
 from common.memory.meter import PeakMeter
 from common.models.checkpoint.identity import weights_identity
+from common.models.checkpoint.watched import WatchedFiles
 from common.models.presets import load_config
 from common.randomness import seed_run
 from common.store import Layout
@@ -134,6 +135,9 @@ class OpenRun:
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that is resumed: leave it out.")
+        saved = config.weights.adapters
+        read = [each for each in (model, saved) if isinstance(each, str | os.PathLike)]
+        self._watched = WatchedFiles(*read)
         self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())
@@ -298,7 +302,7 @@ class OpenRun:
             optimizer_dtype=str(config.precision.moment_dtype),
             optimizer=config.precision.optimizer,
             piece_bytes=self.shape.piece_bytes,
-            base=weights_identity(self.checkpoint),
+            base=self._base_identity(),
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
@@ -314,7 +318,11 @@ class OpenRun:
         self.user_state: dict[str, Any] = dict(state.user)
         runtime.attach(self.files, self._extents)
         runtime.open(self.commits)
-        self.created_bytes = 0 if store.resume else self._fill(self.files)
+        if store.resume:
+            self.created_bytes = 0
+            self._check_read()
+        else:
+            self.created_bytes = self._fill(self.files)
         if store.resume and not self.agreement.is_alone:
             self.commits.write_manifest()  # a step that this rank alone had committed does not count
         self.agreement.all_gather_object(None)
@@ -337,6 +345,23 @@ class OpenRun:
         with self.runtime.io.not_counted():
             fill_store(self.runtime.plane, self._source, 0)
         files.store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
+        self._check_read()
         self.commits.state.random = random_states(self.device.torch_device)
         self.commits.seal()
         return self.runtime.io.other[1]
+
+    def _base_identity(self) -> str:
+        """Return the identity of the checkpoint's weights, which is the same on all ranks. Collective."""
+        identities = self.agreement.all_gather_object(weights_identity(self.checkpoint))
+        if len(set(identities)) > 1:
+            raise UserError(
+                f"{self.checkpoint} does not hold the same model for all ranks: copy one to all nodes, or start again "
+                "once nothing writes there."
+            )
+        return identities[0]
+
+    def _check_read(self) -> None:
+        """Refuse a checkpoint, or an adapter, that any rank has seen change since it opened it. Collective."""
+        for sentence in self.agreement.all_gather_object(self._watched.changed()):
+            if sentence:
+                raise UserError(sentence)

@@ -265,15 +265,21 @@ class CheckpointWriter:
             for name in self._shapes
             for part in source.made_from(name)
         }
-        for name in source.shards.tensors:
-            if name not in replaced:
-                value = source.shards.read(name)
-                if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
-                    self.discard()
-                    raise NonFiniteWeights(name)
-                # A compressed tensor is written dequantized: the configuration says nothing of compression any more.
-                dtype = weights.get(name, self.dtype if name in source.shards.compressed else value.dtype)
-                self._put(name, value.to(dtype))
+        untouched = [name for name in source.shards.tensors if name not in replaced]
+        for name in untouched:
+            value = source.shards.read(name)
+            if not self._allows_nonfinite and name in weights and first_nonfinite({name: value}) is not None:
+                self.discard()
+                raise NonFiniteWeights(name)
+            # A compressed tensor is written dequantized: the configuration says nothing of compression any more.
+            dtype = weights.get(name, self.dtype if name in source.shards.compressed else value.dtype)
+            self._put(name, value.to(dtype))
+        if untouched:
+            try:
+                source.shards.watched.check()
+            except UserError:
+                self.discard()
+                raise
 
     def _flush(self) -> None:
         if not self._shard:

@@ -173,3 +173,4 @@ def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, folder: Path
     replace_file(folder / INDEX, json.dumps({"metadata": {}, "weight_map": weights}))
     copy_tokenizer_files(checkpoint, folder)
     replace_file(folder / "config.json", config.to_json_string(use_diff=True))
+    source.shards.watched.check()

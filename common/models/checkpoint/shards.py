@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 
 from common.errors import FinetuneError, UserError
 from common.files import FILE_BYTES, read_text_file
+from common.models.checkpoint.watched import WatchedFiles
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Shards:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.watched = WatchedFiles(directory)
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
         tensors: dict[str, StoredTensor] = {}
         for file, expected in _shard_files(directory).items():
