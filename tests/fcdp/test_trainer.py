@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ from fcdp.checkpoint import Commit
 from fcdp.model import TrainerConfig
 from fcdp.strategy.topology import Topology
 from tests.helpers.fcdp.pool import Pool, RankError
-from tests.helpers.fcdp.trainer_cases import VOCABULARY, Run, batch, diverge, export, pinned, rate, train
+from tests.helpers.fcdp.trainer_cases import (
+    VOCABULARY,
+    Run,
+    batch,
+    diverge,
+    export,
+    open_what_one_rank_sees_change,
+    pinned,
+    rate,
+    train,
+)
 from tests.helpers.models.small_models import small_config
 
 SIZES: dict[str, Any] = {
@@ -300,3 +311,17 @@ def test_ranks_run_next_to_their_gpus(pool: Pool, tmp_path: Path) -> None:
         (tmp_path / f"node/node{node}").mkdir(parents=True)
         (tmp_path / f"node/node{node}/cpulist").write_text(f"{cores}\n")
     assert pool.run((1, 2), pinned, tmp_path) == [((first,), {first}), ((second,), {second})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"device": "cpu", "host_memory": "1GiB", "prove": False}], ids=["fcdp", "ssd"])
+def test_all_ranks_read_the_same_model(options: dict[str, Any], pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
+    """All of them refuse one that changes under a single rank."""
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    for place, says in ((None, "The model was replaced."), (other, "does not hold the same model for all ranks")):
+        run = Run(str(checkpoint), tmp_path / says, options=options)
+        for said in pool.run((2, 1), open_what_one_rank_sees_change, run, place):
+            assert says in said

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 import fcdp
+import fuyou
 from common.errors import FinetuneError
 from common.memory import numa
 from common.models.adapters.options import AdapterOptions
+from common.models.checkpoint.watched import WatchedFiles
 from fcdp.model import TrainerConfig
 from fcdp.trainer import Trainer, _pin_threads
 from fuyou import NonFiniteLoss
@@ -137,3 +139,28 @@ def pinned(topology: fcdp.Topology, system: Path) -> tuple[tuple[int, ...] | Non
     numa.pin(sorted(before))
     torch.set_num_threads(threads)
     return cores, now
+
+
+def open_what_one_rank_sees_change(topology: fcdp.Topology, run: Run, other: Path | None) -> str:
+    """Return what is reported where rank 1 sees the checkpoint change, or has that in ``other``."""
+    changed = WatchedFiles.changed
+    is_one = topology.rank == 1
+    sees = (lambda _: "The model was replaced.") if is_one and other is None else changed
+    model = str(other) if is_one and other is not None else run.model
+    try:
+        with mock.patch.object(WatchedFiles, "changed", sees):
+            if run.options:
+                with fuyou.Engine(model, ssd=[make_ssd(run.folder, topology.rank)], topology=topology, **run.options):
+                    return "nothing"
+            trainer = Trainer(model, topology, TrainerConfig("fcdp", "fp32"), run.folder)
+            trainer.begin()
+            trainer.close()
+    except FinetuneError as error:
+        return str(error)
+    return "nothing"
+
+
+def make_ssd(folder: Path, rank: int) -> Path:
+    path = folder / f"rank{rank}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
