@@ -6,16 +6,16 @@ from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, TextStreamer
 
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data.template import limited_rendering
 from common.errors import UserError
-from common.files import read_text_file
 from common.hardware.machine import memory_available_bytes
 from common.limits import LimitExceeded
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
@@ -40,7 +40,8 @@ def run_chat(settings: Settings) -> None:
     if adapter is not None and (warning := adapter.warning(checkpoint)):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     with activity(f"loading {settings.model}", announced=True):
-        tokenizer, model = _tokenizer(checkpoint, adapter), _model(checkpoint, adapter)
+        companions = Companions(checkpoint, adapter and adapter.directory)
+        tokenizer, model = _tokenizer(companions, config), _model(checkpoint, adapter)
     watched.check()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     ends = stops_of(model.generation_config)
@@ -70,14 +71,12 @@ def run_chat(settings: Settings) -> None:
         messages.append({"role": "assistant", "content": str(tokenizer.decode(tokens, skip_special_tokens=True))})
 
 
-def _tokenizer(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    folder = checkpoint if adapter is None else adapter.directory  # a run writes its own template next to adapters
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        tokenizer.chat_template = read_text_file(template)
+def _tokenizer(companions: Companions, config: PreTrainedConfig) -> Any:
+    tokenizer: Any = companions.load_tokenizer(config)
     if tokenizer.chat_template is None:
-        raise UserError(f"{checkpoint} has no chat template: train with --chat-template NAME, which saves one.")
+        raise UserError(
+            f"{companions.checkpoint} has no chat template: train with --chat-template NAME, which saves one."
+        )
     return tokenizer
 
 

@@ -20,8 +20,8 @@ from common.errors import UserError, printable
 from common.files import copy_into, make_directory
 from common.hardware.machine import memory_available_bytes, pick_gpu, torch_name
 from common.models.adapters.options import SavedAdapter
+from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.compressed.formats import method_of
-from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.sources import WeightSource
 from common.models.checkpoint.watched import WatchedFiles
@@ -120,9 +120,9 @@ def merge_adapter(settings: Settings) -> None:
             folder = outputs.prepare(RESULT)
             exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
             exporter.checkpoint(folder, precision.dtype)
-            for name in (CHAT_TEMPLATE, GENERATION):
-                if (file := settings.adapter.expanduser() / name).is_file():  # that of training
-                    copy_into(folder, file)
+            Companions(checkpoint, saved.directory).write(folder)
+            if (file := saved.directory / GENERATION).is_file():  # that of training
+                copy_into(folder, file)
             watched.check()
             outputs.put(RESULT)
             outputs.begin()

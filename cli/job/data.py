@@ -174,11 +174,11 @@ class _Opener:
         source, model = self.source, self.model
         if not (model.task_type is TaskType.IMAGE_TEXT_TO_TEXT and any_images(config.files)):
             return open_data(config, self.tokenizer, token_cache(config.files, source.output, source.shared))
-        assert model.checkpoint is not None
         if source.objective != "sft":
             raise UserError(
                 f"--objective {source.objective} reads text, and the data hold images: leave it out, or the images."
             )
-        processor = load_processor(model.checkpoint)
+        processor = load_processor(model.companions.processor)
+        model.companions.set_template(processor)
         processor.chat_template = source.template.of(processor)
         return open_image_data(config, processor, source.output / RUN / TOKENS)

@@ -16,6 +16,7 @@ from cli.options.objectives import OBJECTIVES, ObjectiveTraits
 from cli.options.schedule import LearningRate
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
+from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.watched import WatchedFiles
@@ -129,6 +130,12 @@ class Job(ClusterSettings, OutputSettings):
         ranks = self.gpus_per_node or 1
         ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
         return ranks_of if self.nodes == 1 else f"{self.nodes} nodes, {ranks_of} in each,"
+
+    @property
+    def companions(self) -> Companions | None:
+        """The tokenizer and the like that a result gets, as they are now; None: there are none, of a preset."""
+        saved = self.engine.saved_adapter
+        return None if self.checkpoint is None else Companions(self.checkpoint, saved and saved.directory)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:

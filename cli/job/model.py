@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cli.job.machine import planned_model, sequence_length
 from cli.job.outputs import BASE, Outputs, content_digest
@@ -18,6 +18,7 @@ from common.data.template import dated
 from common.errors import UserError, did_you_mean
 from common.files import preset_files, read_text_file, replace_file
 from common.models.adapters.adapters import Adapters
+from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
@@ -74,6 +75,7 @@ class ModelChoice:
     requested_seq_len: int | None
     template: ChatTemplate
     seed: int
+    adapter: Path | None = None  # Directory of the adapter to begin with
     base: Path | None = None  # Directory with the model that has a new head
 
     @cached_property
@@ -142,6 +144,12 @@ class ModelChoice:
         if self.checkpoint is not None:
             CheckpointSource(self.checkpoint, model).check()
 
+    @cached_property
+    def companions(self) -> Companions:
+        """The tokenizer and the like that the run reads."""
+        assert self.checkpoint is not None
+        return Companions(self.checkpoint, self.adapter)
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, with the chat template of the run."""
         if self.checkpoint is None:
@@ -149,15 +157,16 @@ class ModelChoice:
                 f"{self.name} is a preset, and a preset has no tokenizer: give a checkpoint directory, or --data "
                 "random without --eval-data, to measure throughput."
             )
+        directory = self.companions.tokenizer
         try:
             patterns = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
-            if not any(any(self.checkpoint.glob(pattern)) for pattern in patterns):
+            if not any(any(directory.glob(pattern)) for pattern in patterns):
                 raise OSError("no tokenizer.json, vocabulary or *.model file")
-            tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True, trust_remote_code=False)
+            tokenizer = self.companions.load_tokenizer(self.config)
             tokenizer("a")  # which reads settings whose types nobody has checked
         except Exception as error:  # each tokenizer class fails in its own way
             raise UserError(
-                f"{self.checkpoint} has no tokenizer that transformers can load, and --data needs one ({error}): copy "
+                f"{directory} has no tokenizer that transformers can load, and --data needs one ({error}): copy "
                 "there the tokenizer files that come with the model."
             ) from error
         tokenizer.chat_template = self.template.of(tokenizer)

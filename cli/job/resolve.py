@@ -162,7 +162,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
 def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, DataSource]:
     """Return the model and the data that the options name, which are there."""
     objective, output = settings.objective, settings.output_directory
-    choice = ModelChoice(settings.model, objective, settings.seq_len, template, settings.seed)
+    adapter = None if settings.adapter is None else settings.adapter.expanduser()
+    choice = ModelChoice(settings.model, objective, settings.seq_len, template, settings.seed, adapter)
     choice.check_head()
     return choice, DataSource(
         sets=settings.data_sets,

@@ -28,7 +28,7 @@ from cli.options.run_record import (
 from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import SavedAdapter, load_peft_config
-from common.models.checkpoint.export import companion_digests, digest_of
+from common.models.checkpoint.export import digest_of
 from common.models.generation import FILE as GENERATION
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
@@ -66,8 +66,13 @@ _FILES, _OF_ADAPTER, _OF_TEMPLATE = "files of the model", "--adapter", "--chat-t
 
 def files_of_result(job: Job) -> dict[str, str]:
     """Return a hash of each file besides weights that goes into what the job writes, as it is now."""
-    files = {} if job.checkpoint is None else companion_digests(job.checkpoint)
-    saved = job.engine.saved_adapter
+    files: dict[str, str] = {}
+    saved, companions = job.engine.saved_adapter, job.companions
+    if companions is not None:
+        for (folder, name), digest in companions.digests().items():
+            files[f"{_OF_ADAPTER} {name}" if folder == companions.adapter else name] = digest
+        if (file := companions.checkpoint / GENERATION).is_file():
+            files[GENERATION] = digest_of(file)
     if saved is not None and (file := saved.directory / GENERATION).is_file():
         files[_OF_ADAPTER] = digest_of(file)
     if job.template.text is not None:
@@ -90,6 +95,10 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
         elif name == _OF_ADAPTER:
             assert job.engine.saved_adapter is not None
             file, option = f"{job.engine.saved_adapter.directory / GENERATION}", _OF_ADAPTER
+        elif name.startswith(f"{_OF_ADAPTER} "):
+            assert job.engine.saved_adapter is not None
+            name_there = name.removeprefix(f"{_OF_ADAPTER} ")
+            file, option = f"{job.engine.saved_adapter.directory / name_there}", _OF_ADAPTER
         how = "has changed" if name in before and name in now else "is gone" if name in before else "was added"
         raise UserError(
             f"{file} {how} since this run began, and would be part of its result: undo that, or give {option} with "

@@ -468,6 +468,8 @@ def _save(job: Job, model: TrainedModel, folder: Path, is_rank0: bool) -> None:
     """Write the files of what was trained, with its chat template. Collective."""
     model.save_pretrained(folder)
     if is_rank0:
+        if job.companions is not None:
+            job.companions.write(folder)
         job.template.write(folder)
         if job.added_stops:
             write_stops(folder, job.generation_config, job.added_stops)

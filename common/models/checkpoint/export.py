@@ -341,18 +341,10 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
     """Copy a checkpoint's tokenizer, chat templates and processor into a folder whose files are moved into place
     later; return the names of what was copied."""
-    files = _tokenizer_files(source)
+    files = tokenizer_files(source)
     for path in files:
         copy_into(folder, path)
     return [path.name for path in files]
-
-
-def companion_digests(source: Path) -> dict[str, str]:
-    """Return hashes of the files of a checkpoint that what is trained gets besides weights: tokenizer, chat templates,
-    processor, and ``generation_config.json``, by their paths in it."""
-    entries = [*_tokenizer_files(source), source / GENERATION]
-    files = [file for entry in entries for file in ([entry] if entry.is_file() else sorted(entry.rglob("*")))]
-    return {file.relative_to(source).as_posix(): digest_of(file) for file in files if file.is_file()}
 
 
 def digest_of(file: Path) -> str:
@@ -361,5 +353,6 @@ def digest_of(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()[:32]
 
 
-def _tokenizer_files(source: Path) -> list[Path]:
+def tokenizer_files(source: Path) -> list[Path]:
+    """Return a directory's tokenizer, chat templates, and processor."""
     return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern)})

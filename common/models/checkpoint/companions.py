@@ -1,0 +1,128 @@
+"""The files next to weights, of a model and of an adapter: which tokenizer and which chat template count.
+
+A run writes its own next to its adapters, and so do other tools: an adapter was trained with these.
+"""
+
+import contextlib
+import json
+import shutil
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from common.files import copy_into, read_text_file, replace_file
+from common.models.checkpoint.export import CHAT_TEMPLATE, digest_of, tokenizer_files
+
+_TEMPLATES = ("chat_template*", "additional_chat_templates")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_PROCESSORS = ("*processor_config.json",)
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer*.model", "vocab.*", "spiece.model", "sentencepiece*.model", "*.tiktoken",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What comes with the weights of a model, or of a model with an adapter: that of the adapter, where it has any."""
+
+    checkpoint: Path
+    adapter: Path | None = None
+
+    @cached_property
+    def tokenizer(self) -> Path:
+        """Directory of the tokenizer: the adapter's if it has one, with other content than the model's."""
+        if self.adapter is None or not any(any(self.adapter.glob(pattern)) for pattern in _VOCABULARIES):
+            return self.checkpoint
+        files = [file for file in tokenizer_files(self.adapter) if not _is(file, *_TEMPLATES, *_PROCESSORS)]
+        others = [(file, self.checkpoint / file.name) for file in files if file.is_file()]
+        same = all(other.is_file() and digest_of(file) == digest_of(other) for file, other in others)
+        return self.checkpoint if same else self.adapter
+
+    @cached_property
+    def processor(self) -> Path:
+        """Directory of the processor of images."""
+        if self.adapter is not None and self.tokenizer == self.adapter:
+            files = [file for file in tokenizer_files(self.adapter) if _is(file, *_PROCESSORS)]
+            return self.adapter if files else self.checkpoint
+        return self.checkpoint
+
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template, if it is not that which comes with the tokenizer."""
+        if self.adapter is None:
+            return None
+        if (file := self.adapter / CHAT_TEMPLATE).is_file():
+            return read_text_file(file)
+        lacks_any = self.tokenizer == self.adapter and _template_in(self.adapter) is None
+        return _template_in(self.checkpoint) if lacks_any else None
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Files and directories besides weights and :attr:`template` that a result gets."""
+        names = {file.name: file for file in tokenizer_files(self.tokenizer)}
+        for file in tokenizer_files(self.checkpoint):
+            if _is(file, *_PROCESSORS):
+                names.setdefault(file.name, file)
+        if self.template is not None:
+            names.pop(CHAT_TEMPLATE, None)
+        return [names[name] for name in sorted(names)]
+
+    def load_tokenizer(self, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, with its chat template. ``config`` is that of the model."""
+        more: dict[str, Any] = {} if self.tokenizer == self.checkpoint else {"config": config}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            self.tokenizer, local_files_only=True, trust_remote_code=False, **more
+        )
+        self.set_template(tokenizer)
+        return tokenizer
+
+    def set_template(self, holder: Any) -> None:
+        """Give a tokenizer, or a processor, the chat template."""
+        if self.template is not None:
+            holder.chat_template = self.template
+
+    def write(self, folder: Path) -> None:
+        """Put what a result gets into a folder that has the files of the model, and is moved into place later."""
+        if self.adapter is None:
+            return
+        for old in tokenizer_files(folder):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for file in self.files:
+            copy_into(folder, file)
+        if self.template is not None:
+            replace_file(folder / CHAT_TEMPLATE, self.template)
+
+    def digests(self) -> dict[tuple[Path, str], str]:
+        """Return a hash of each file that a result gets, by its directory and its path in that."""
+        entries = [*self.files, *([] if self.template is None else [self._template_file])]
+        files = [
+            (entry.parent, file)
+            for entry in entries
+            for file in ([entry] if entry.is_file() else sorted(entry.rglob("*")))
+            if file.is_file()
+        ]
+        return {(folder, file.relative_to(folder).as_posix()): digest_of(file) for folder, file in files}
+
+    @property
+    def _template_file(self) -> Path:
+        folders = [folder for folder in (self.adapter, self.checkpoint) if folder is not None]
+        files = [folder / name for folder in folders for name in (CHAT_TEMPLATE, _TOKENIZER_CONFIG)]
+        return next(file for file in files if file.is_file() and _template_in(file.parent) is not None)
+
+
+def _template_in(folder: Path) -> str | None:
+    """Return the chat template in a directory; None if there is none, or there are several."""
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return read_text_file(file)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        template = json.loads(read_text_file(folder / _TOKENIZER_CONFIG)).get("chat_template")
+        return template if isinstance(template, str) else None
+    return None
+
+
+def _is(file: Path, *patterns: str) -> bool:
+    return any(fnmatch(file.name, pattern) for pattern in patterns)

@@ -1,0 +1,132 @@
+"""An adapter comes with the tokenizer and the chat template that it was trained with: all commands take these."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.inspect import chat
+from common.data.demo_text import train_demo_tokenizer
+from common.models.checkpoint.companions import Companions
+from common.models.presets import load_config
+from tests.cli.conftest import Finetune
+
+TALK = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}]
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+SMALL = ("--batch-size", 1, "--seq-len", 64, "--gpu", "cpu", "--dtype", "fp32")
+
+
+@pytest.fixture
+def adapter(checkpoint: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    return file
+
+
+def companions(checkpoint: Path, adapter: Path) -> tuple[Companions, Any]:
+    both = Companions(checkpoint, adapter)
+    return both, both.load_tokenizer(load_config(checkpoint)[0])
+
+
+def test_every_command_takes_the_template_of_an_adapter(
+    finetune: Finetune, checkpoint: Path, adapter: Path, talk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--model", checkpoint, "--adapter", adapter)
+
+    def loss(*more: Any) -> str:
+        done = finetune("evaluate", *words, "--data", talk, *SMALL, *more)
+        assert done.status == 0, done.err
+        return next(line for line in done.out.splitlines() if line.startswith("eval")).partition(", perplexity")[0]
+
+    (tmp_path / "other.jinja").write_text(TEMPLATE)
+    plain, other = loss(), loss("--chat-template", tmp_path / "other.jinja")
+    assert plain != other
+    (adapter / "chat_template.jinja").write_text(TEMPLATE)
+    assert loss() == other
+    shown = finetune("train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown")
+    assert shown.status == 0 and "<user>What?" in shown.out, shown.err
+    outputs = [tmp_path / name for name in ("trained", "merged")]
+    trained = finetune("train", *words, "--data", talk, *SMALL, "--steps", 1, "--output", outputs[0])
+    merged = finetune("export", *words, "--output", outputs[1])
+    assert trained.status == merged.status == 0, trained.err + merged.err
+    for output in outputs:
+        assert (output / "chat_template.jinja").read_text() == TEMPLATE
+        assert AutoTokenizer.from_pretrained(output).chat_template == TEMPLATE
+    (adapter / "chat_template.jinja").write_text(TEMPLATE + " ")
+    refused = finetune("export", "--output", outputs[0])
+    assert refused.status == 2 and f"{adapter}/chat_template.jinja has changed" in refused.err, refused.err
+
+    prompts: list[str] = []
+
+    def answer(tokenizer: Any, config: Any, original: Any = chat._tokenizer) -> Any:
+        result = original(tokenizer, config)
+        prompts.append(result.chat_template)
+        return result
+
+    monkeypatch.setattr(chat, "_tokenizer", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert finetune("chat", *words).status == 0
+    assert prompts == [TEMPLATE + " "]
+
+
+@pytest.mark.slow
+def test_every_command_takes_the_tokenizer_of_an_adapter(
+    finetune: Finetune, checkpoint: Path, adapter: Path, talk: Path, tmp_path: Path
+) -> None:
+    """One of other tokens, as other tools save it next to their adapters."""
+    words = ("--model", checkpoint, "--adapter", adapter)
+    outputs = [tmp_path / name for name in ("trained", "merged")]
+
+    def shown() -> str:
+        done = finetune("train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown")
+        assert done.status == 0, done.err
+        return done.out
+
+    before = shown()
+    train_demo_tokenizer(300, adapter)
+    text = "The number of the other things"
+    plain, tokenizer = AutoTokenizer.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(adapter)
+    assert plain.encode(text) != tokenizer.encode(text)
+    assert companions(checkpoint, adapter)[1].encode(text) == tokenizer.encode(text)
+    assert shown() != before
+    trained = finetune("train", *words, "--data", talk, *SMALL, "--steps", 1, "--output", outputs[0])
+    merged = finetune("export", *words, "--output", outputs[1])
+    assert trained.status == merged.status == 0, trained.err + merged.err
+    for output in outputs:
+        assert AutoTokenizer.from_pretrained(output).encode(text) == tokenizer.encode(text)
+
+
+def test_what_an_adapter_does_not_have_is_the_model_s(checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    plain = AutoTokenizer.from_pretrained(checkpoint)
+    both, loaded = companions(checkpoint, adapter)
+    assert both.tokenizer == checkpoint and loaded.chat_template == plain.chat_template
+    for file in both.files:
+        shutil.copy(file, adapter)
+    assert companions(checkpoint, adapter)[0].tokenizer == checkpoint  # a copy
+    plain.add_tokens(["abc"])
+    plain.chat_template = None
+    shutil.rmtree(adapter / "additional_chat_templates", ignore_errors=True)
+    (adapter / "chat_template.jinja").unlink(missing_ok=True)
+    plain.save_pretrained(adapter)
+    both, loaded = companions(checkpoint, adapter)
+    assert both.tokenizer == adapter
+    assert loaded.chat_template == AutoTokenizer.from_pretrained(checkpoint).chat_template is not None
+    folder = tmp_path / "result"
+    shutil.copytree(checkpoint, folder)
+    both.write(folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == loaded.chat_template
+    assert {name for _, name in both.digests()} >= {"tokenizer.json", "tokenizer_config.json"}
