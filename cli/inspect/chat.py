@@ -8,6 +8,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, TextStreamer
 
+from cli.job.inputs import check_whole
 from cli.options.settings import Settings
 from common.activity import activity
 from common.data.template import limited_rendering
@@ -29,6 +30,8 @@ _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")  # Tasks of adapters, as peft names them
 def run_chat(settings: Settings) -> None:
     """Answer each line of standard input, knowing the lines and answers before it, until the input ends."""
     watched = WatchedFiles(settings.model, settings.adapter)
+    for warning in check_whole(settings):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None:
         raise UserError(f"{settings.model} is a preset of random weights: give --model a checkpoint.")
@@ -40,7 +43,7 @@ def run_chat(settings: Settings) -> None:
     if adapter is not None and (warning := adapter.warning(checkpoint)):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     with activity(f"loading {settings.model}", announced=True):
-        companions = Companions(checkpoint, adapter and adapter.directory)
+        companions = Companions(checkpoint, None if adapter is None else adapter.directory)
         tokenizer, model = _tokenizer(companions, config), _model(checkpoint, adapter)
     watched.check()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

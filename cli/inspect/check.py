@@ -312,7 +312,7 @@ def _faults(files: Outputs) -> list[str]:
     if saves and record is not None and record.ended_after is not None and not files.has_result:
         faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
     if faults and (files.faults(RESULT) or not files.has_result):
-        faults[-1] += f" To write the result again: finetune export --output {output}."
+        faults[-1] += f" {files.remedy(RESULT)}"
     return [*description, *faults]
 
 

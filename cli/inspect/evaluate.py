@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cli.job.inputs import check_apart
+from cli.job.inputs import check_apart, check_whole
 from cli.job.outputs import RESULT, Outputs, claim
 from cli.job.resolve import resolve
 from cli.options.option import naming
@@ -53,7 +53,7 @@ def run_evaluate(settings: Settings) -> None:
         }
         with activity("preparing the model and the data", announced=True):
             job = resolve(replace(settings, ssd=(), **trained))
-        _warn(job.engine.saved_adapter, job.checkpoint, job.engine.dtype)
+        _warn(job.warnings, job.engine.saved_adapter, job.checkpoint, job.engine.dtype)
         with activity("writing the weights to the drives", announced=True):
             engine = stack.enter_context(frozen_engine(job, drives))
         assert job.held_out is not None
@@ -72,11 +72,10 @@ def _objective(model: str) -> str:
     return "reward" if config.num_labels == 1 else "classify"
 
 
-def _warn(saved: SavedAdapter | None, checkpoint: Path | None, dtype: str) -> None:
-    """Print whether adapters were trained on other weights, and whether weights are rounded."""
-    warning = "" if saved is None else saved.warning(checkpoint)
-    if warning:
-        print(f"warning  {warning}", flush=True)
+def _warn(warnings: Sequence[str], saved: SavedAdapter | None, checkpoint: Path | None, dtype: str) -> None:
+    """Print the warnings, whether adapters were trained on other weights, and whether weights are rounded."""
+    for warning in filter(None, [*warnings, "" if saved is None else saved.warning(checkpoint)]):
+        print(f"warning  {printable(warning)}", flush=True)
     if checkpoint is not None and method_of(checkpoint) is None and (rounded := rounding(checkpoint, dtype)):
         print(f"weights  {rounded}", flush=True)
 
@@ -103,19 +102,20 @@ def merge_adapter(settings: Settings) -> None:
     check_apart(settings, output)
     _refuse_run(output, output)
     Outputs.read(output).check_for(settings, resumes=False)
-    watched = WatchedFiles(settings.model, settings.adapter)
+    watched, warnings = WatchedFiles(settings.model, settings.adapter), check_whole(settings)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
     dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
     saved, precision = SavedAdapter(settings.adapter), Precision.named(dtype)
-    _warn(saved, checkpoint, dtype)
+    _warn(warnings, saved, checkpoint, dtype)
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
         reader: Any = _AdaptedWeights(model.weights())
         make_directory(output)
         with claim(settings) as outputs:
+            outputs.command = _command(settings, dtype)
             _refuse_run(output / REPLACED, output)  # one that has begun since; it is put back
             folder = outputs.prepare(RESULT)
             exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
@@ -127,6 +127,18 @@ def merge_adapter(settings: Settings) -> None:
             outputs.put(RESULT)
             outputs.begin()
     print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)
+
+
+def _command(settings: Settings, dtype: str) -> list[str]:
+    """Return the command that writes the same again, from any directory."""
+    model = Path(settings.model).expanduser()
+    named: dict[str, Any] = {
+        "--model": model.absolute() if model.exists() else settings.model,
+        "--adapter": Path(settings.adapter or "").expanduser().absolute(),
+        "--output": settings.output_directory.absolute(),
+        "--dtype": dtype,
+    }
+    return ["finetune", "export", *(str(word) for pair in named.items() for word in pair)]
 
 
 def _refuse_run(folder: Path, output: Path) -> None:

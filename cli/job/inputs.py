@@ -1,13 +1,15 @@
 """What a command reads, which it never writes into."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from cli.job.outputs import BASE, CHECKPOINTS, HISTORY_FILE, RESULTS
+from cli.job.outputs import BASE, CHECKPOINTS, FILES, HISTORY_FILE, RESULT, RESULTS, Outputs
 from cli.options.run_record import REPLACED, RUN
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.checkpoint.export import TOKENIZER_FILES
 
 
 def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] = (), *, resumes: bool = False) -> None:
@@ -41,6 +43,53 @@ def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] 
                 raise UserError(
                     f"{source} {word} lies in {option} {directory}, where the run would write: give another {option}."
                 )
+
+
+_COMPUTES = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")  # What a result is
+
+
+def check_whole(settings: Settings) -> list[str]:
+    """Refuse a ``--model`` or ``--adapter`` that this program wrote, and whose weights or configuration have changed.
+
+    Returns:
+        Sentences about tokenizers and templates that have changed, which a user may well have edited.
+    """
+    warnings: list[str] = []
+    for option, word in (("--model", settings.model), ("--adapter", settings.adapter)):
+        for output, name in _written_as(Path(word).expanduser()) if word else ():
+            outputs = Outputs.read(output)
+            if not outputs.has_list:
+                warnings.append(
+                    f"{output / RUN / FILES} is damaged, so changes of {word} since it was written are not seen"
+                )
+                continue
+            faults = {file: sentence for file in outputs.listed(name) if (sentence := outputs.fault(file))}
+            read = _COMPUTES if option == "--model" else ("adapter_*",)
+            wrong = [sentence for file, sentence in faults.items() if _is_named(file, read)]
+            wrong += outputs.shadows(name) if option == "--model" else []
+            if wrong:
+                what = " ".join([f"{option} {word}: {' '.join(wrong[:3])}", outputs.remedy(name)]).strip()
+                raise UserError(f"{what} To use the files as they are, copy them to another directory.")
+            edited = [sentence for file, sentence in faults.items() if _is_named(file, TOKENIZER_FILES)]
+            warnings += [f"{sentence.removesuffix('.')}; it is used as it is" for sentence in edited]
+    return warnings
+
+
+def _written_as(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the output directory whose list has the files of a directory, and the name that they have there."""
+    with contextlib.suppress(OSError):  # a name that is too long, which others report
+        if (directory / RUN / FILES).exists():
+            yield directory, RESULT
+            return
+        path = directory.resolve()
+        for outer in list(path.parents)[:2]:
+            name = path.relative_to(outer).as_posix()
+            if (outer / RUN / FILES).exists() and (name == BASE or name.startswith(f"{CHECKPOINTS}/")):
+                yield outer, name
+
+
+def _is_named(file: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(Path(file).name, pattern) for pattern in patterns)
 
 
 def _check_drives(settings: Settings, output: Path) -> None:

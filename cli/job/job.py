@@ -1,6 +1,6 @@
 """A run that can begin, with everything that was chosen and opened for it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,7 @@ class Job(ClusterSettings, OutputSettings):
     config: PreTrainedConfig
     checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random
     watched: WatchedFiles = field(default_factory=WatchedFiles)  # --model and --adapter before they were read
+    warnings: Sequence[str] = ()  # About these directories
     architecture: str  # Name of the model's class
     task_type: TaskType  # Task that the model's head is for
     vocab_size: int
@@ -135,7 +136,9 @@ class Job(ClusterSettings, OutputSettings):
     def companions(self) -> Companions | None:
         """The tokenizer and the like that a result gets, as they are now; None: there are none, of a preset."""
         saved = self.engine.saved_adapter
-        return None if self.checkpoint is None else Companions(self.checkpoint, saved and saved.directory)
+        return (
+            None if self.checkpoint is None else Companions(self.checkpoint, None if saved is None else saved.directory)
+        )
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
@@ -160,7 +163,7 @@ class Job(ClusterSettings, OutputSettings):
             self.held_out.close()
 
     def header(self) -> str:
-        rate, saved = self.learning_rate, self.engine.saved_adapter
+        rate = self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
         source = "" if source == self.model else f", {source}"
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
@@ -172,7 +175,7 @@ class Job(ClusterSettings, OutputSettings):
             "adapters": self.adapters
             and f"{self.adapters}: {format_count(self.adapter_parameters)} parameters, "
             f"{self.adapter_parameters / self.parameters:.2%} of the model's",
-            "warning": "" if saved is None or self.resume else saved.warning(self.checkpoint),
+            "warning": "\n".join(self._warnings()),
             "weights": self._weights(),
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {self.engine.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}",
@@ -186,6 +189,12 @@ class Job(ClusterSettings, OutputSettings):
             "output": f"{self.output}{'' if self.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items() if text)
+
+    def _warnings(self) -> Iterator[str]:
+        yield from self.warnings
+        saved = self.engine.saved_adapter
+        if saved is not None and not self.resume and (warning := saved.warning(self.checkpoint)):
+            yield warning
 
     def _batch(self) -> str:
         what = self.traits.counts

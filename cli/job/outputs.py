@@ -101,6 +101,7 @@ class Outputs:
         self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
         self._claimed: tuple[int, Settings] | None = None  # Descriptor of the directory, and what claims it
+        self.command: list[str] = []  # What writes the result again, of an export without a run
 
     @classmethod
     def read(cls, directory: Path) -> "Outputs":
@@ -111,7 +112,9 @@ class Outputs:
                 str(name): (int(size), int(time), str(digest))
                 for name, (size, time, digest) in content["files"].items()
             }
-            return cls(directory, str(content["id"]), str(content["launch"]), files)
+            outputs = cls(directory, str(content["id"]), str(content["launch"]), files)
+            outputs.command = [str(word) for word in content.get("command", ())]
+            return outputs
         outputs = cls(directory, str(read_description(directory).get("id", "")))
         if outputs._is_of_earlier_version():
             folders = [path for path in _named(directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(outputs._name(path))]
@@ -135,25 +138,48 @@ class Outputs:
     @property
     def has_result(self) -> bool:
         """Return whether files of the result are listed."""
-        return bool(self._listed(RESULT))
+        return bool(self.listed(RESULT))
 
     def is_whole(self, name: str) -> bool:
         """Return whether all files that were listed for a folder are there as they were listed, by their content."""
-        files = self._listed(name)
+        files = self.listed(name)
         return bool(files) and not self.faults(name)
 
     def faults(self, name: str | None = None) -> list[str]:
         """Return a sentence for each listed file, of a folder or of all, that is missing or has other content."""
-        sentences = []
-        for file in self._files if name is None else self._listed(name):
-            path = self.directory / file
-            if not os.path.lexists(path):
-                sentences.append(f"{path} is missing.")
-            elif path.is_symlink() and not path.exists():
-                sentences.append(f"{path} is a link to {os.readlink(path)}, where nothing is.")
-            elif not self._is_intact(file, by_content=True):
-                sentences.append(f"{path} is not what the run wrote there.")
-        return sentences
+        files = self._files if name is None else self.listed(name)
+        return [sentence for file in files if (sentence := self.fault(file))]
+
+    def fault(self, file: str) -> str:
+        """Return a sentence about a listed file that is missing or has other content; empty if it is as listed."""
+        path, what = self.directory / file, "the run" if self._is_of_run else "finetune export"
+        if not os.path.lexists(path):
+            return f"{path} is missing."
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {os.readlink(path)}, where nothing is."
+        return "" if self._is_intact(file, by_content=True) else f"{path} is not what {what} wrote there."
+
+    def shadows(self, name: str) -> list[str]:
+        """Return a sentence for each file that is not listed, and loaded in place of a listed result or with it."""
+        listed = self.listed(name)
+        entries = {file.rpartition("/")[2] for file in listed} & set(_ENTRY_POINTS)
+        folder = self.directory / name
+        others = [folder / entry for entry in _ENTRY_POINTS if entry not in entries and (folder / entry).exists()]
+        return [f"{other} is not from the run that wrote the rest there." for other in others if entries]
+
+    def remedy(self, name: str) -> str:
+        """Return a sentence about how to write a damaged result, or folder, again; empty if nothing can."""
+        if name != RESULT:
+            return ""
+        if self._is_of_run:
+            return f"To write the result again: finetune export --output {self.directory}."
+        words = self.command or ["finetune", "export", "--model", "BASE", "--adapter", "ADAPTER", "--output"]
+        command = shlex.join(words if self.command else [*words, str(self.directory)])
+        return f"Move what is damaged elsewhere, then write it again: {command}."
+
+    @property
+    def _is_of_run(self) -> bool:
+        return (self.directory / RUN / DESCRIPTION).exists()
 
     def strays(self, *, saves: bool) -> list[str]:
         """Return a sentence for each file that is not listed, and would be loaded with those of the run.
@@ -172,7 +198,7 @@ class Outputs:
         It is that of now where the list has none, and empty where nothing is left of either.
         """
         targets = {}
-        for file in self._listed(name):
+        for file in self.listed(name):
             path, digest = self.directory / file, self._files[file][2]
             if digest == _NOT_REGULAR and path.is_symlink():
                 targets[path.readlink()] = content_digest(path)
@@ -231,8 +257,8 @@ class Outputs:
                 f"{self.directory} holds {names}{more}, {why}: move that elsewhere, or give another --output."
             )
 
-    def _listed(self, name: str) -> list[str]:
-        """Return the listed files of the result itself, or of a folder."""
+    def listed(self, name: str) -> list[str]:
+        """Return the listed files of the result itself, or of a folder, by their paths inside the directory."""
         if name == RESULT:
             return [file for file in self._files if not file.startswith((f"{CHECKPOINTS}/", f"{BASE}/"))]
         return [file for file in self._files if file.startswith(f"{name}/")]
@@ -334,7 +360,7 @@ class Outputs:
             )
         with described("writing", target):
             sync_tree(folder)
-            before = self._listed(name)
+            before = self.listed(name)
             if changed := self._changed(before):
                 print(f"replaced {changed}: changed since this run wrote it", flush=True)
             self._remove_folder(name)
@@ -350,8 +376,7 @@ class Outputs:
 
     def remove(self, name: str) -> None:
         """Remove the listed files of a folder, and the folder unless there are others in it."""
-        self.check_in_place()
-        if changed := self._changed(self._listed(name)):
+        if changed := self._changed(self.listed(name)):
             print(f"kept     {changed}: changed since this run wrote it", flush=True)
         self._remove_folder(name)
         self.write()
@@ -359,6 +384,8 @@ class Outputs:
     def write(self) -> None:
         """Write the list."""
         content = {"id": self.id, "launch": self.launch, "files": self._files}
+        if self.command:
+            content["command"] = self.command
         path = self.directory / RUN / FILES
         with described("writing", path):
             make_directory(path.parent)
@@ -373,7 +400,7 @@ class Outputs:
 
     def _remove_folder(self, name: str) -> None:
         """Remove the listed files of a folder: all at once if it has no others, so that no part of it is loaded."""
-        files, target = self._listed(name), self.directory / name
+        files, target = self.listed(name), self.directory / name
         retired = f"{name}{_RETIRED}"
         if name != RESULT and target.is_dir() and not self._others(target, is_mine=False):
             self.discard(retired)

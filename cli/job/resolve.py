@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from cli.job.data import RANDOM_TOKENS, DataSource
-from cli.job.inputs import check_apart
+from cli.job.inputs import check_apart, check_whole
 from cli.job.job import Job
 from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate, ModelChoice, trainable_parameters
@@ -44,6 +44,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         is_restart: whether this is the same run again, as a rank was lost.
     """
     watched = WatchedFiles(settings.model, settings.adapter)
+    warnings = [] if settings.resume else check_whole(settings)
     # The options, and the run that they continue.
     engine, output = settings.engine, settings.output_directory
     if settings.steps is not None:
@@ -124,6 +125,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         config=choice.config,
         checkpoint=choice.checkpoint,
         watched=watched,
+        warnings=warnings,
         architecture=type(model).__name__,
         task_type=choice.task_type,
         vocab_size=choice.vocab_size,

@@ -51,6 +51,7 @@ def test_adapters_are_used_with_a_warning(finetune: Finetune, own_checkpoint: Pa
     before = load_file(weights)
     save_file({name: value + 1e-3 for name, value in before.items()}, weights, metadata={"format": "pt"})
     assert warnings("changed") == [1, 1]
+    adapter = shutil.copytree(adapter, tmp_path / "others", ignore=shutil.ignore_patterns("run"))
     others = adapter / "adapter_model.safetensors"
     save_file(load_file(others), others, metadata={"format": "pt"})  # as peft saves them
     assert warnings("unknown") == [0, 0]
