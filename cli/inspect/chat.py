@@ -17,6 +17,7 @@ from common.hardware.machine import memory_available_bytes
 from common.limits import LimitExceeded
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.companions import Companions
+from common.models.checkpoint.export import first_nonfinite
 from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
@@ -98,12 +99,22 @@ def _model(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers gives them random values
         raise UserError(f"{checkpoint} lacks {missing[0]}: copy or download the model again.")
+    _check_finite(model, checkpoint)
     model = model.to(device)
     if adapter is None:
         return model.eval()
     if (adapter.directory / FILE).is_file():  # of a run whose answers end with another token
         model.generation_config = generation_config_of(model.config, adapter.directory)
-    return _adapted(model, adapter).eval()
+    adapted = _adapted(model, adapter)
+    _check_finite(adapted, adapter.directory)
+    return adapted.eval()
+
+
+def _check_finite(model: Any, directory: Path) -> None:
+    if (name := first_nonfinite(dict(model.named_parameters()))) is not None:
+        raise UserError(
+            f"{directory} holds a NaN or an infinity, in {name}, and would write nothing sensible: take another."
+        )
 
 
 def _adapted(model: Any, adapter: SavedAdapter) -> Any:
@@ -111,8 +122,11 @@ def _adapted(model: Any, adapter: SavedAdapter) -> Any:
     try:
         adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter.directory))
     except RuntimeError as error:  # names all tensors of another shape
-        raise UserError(f"--adapter {adapter.directory} is that of another model: give its --model.") from error
+        raise UserError(f"--adapter {adapter.directory} is that of another model: {adapter.advice}") from error
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(expected.keys() - adapter.files.keys()):
         raise UserError(f"--adapter {adapter.directory} lacks {missing[0]}: copy it again, or train it again.")
+    known = expected.keys() | peft.get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
+    if more := sorted(adapter.files.keys() - known):
+        raise UserError(f"--adapter {adapter.directory} holds {more[0]}, which this model lacks: {adapter.advice}")
     return adapted

@@ -132,7 +132,9 @@ def prove(
             _prove(replace(claim, router_loss="off", dtype=dtype))
         except _RefusedError as error:
             short = str(dtype).removeprefix("torch.")
-            raise UserError(f"{error} In fp32 they are equal: train it with dtype fp32 instead of {short}.") from error
+            raise UserError(
+                f"{error} In fp32 they are equal: train it with --dtype fp32 instead of {short}."
+            ) from error
     if packed:  # documents that are computed one by one have separate router losses
         _prove(replace(claim, packed=True, router_loss="off"))
 

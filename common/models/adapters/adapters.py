@@ -9,7 +9,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,15 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
-from common.models.adapters.options import BASE, CONFIG, WEIGHTS, SavedAdapter, check_supported
+from common.models.adapters.options import (
+    BASE,
+    CONFIG,
+    CONFIG_DIGEST,
+    WEIGHTS,
+    SavedAdapter,
+    check_supported,
+    config_digest,
+)
 from common.models.adapters.targets import (
     named_targets,
     near_targets,
@@ -97,10 +105,11 @@ class Adapters:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             before.setdefault(id(parameter), []).append(name)
         modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
-        refuse_unknown_copies(modules, config)
+        with nullcontext() if saved is None else saved.fitting(type(model).__name__):
+            refuse_unknown_copies(modules, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with _generator_states() as states:
+        with _generator_states() as states, nullcontext() if saved is None else saved.fitting(type(model).__name__):
             self._wrapped = self._inject(seed, on_meta=not draw or saved is not None)
         layers = ((path, layer) for path, layer in model.named_modules() if layer in states)
         self._first_draws = {path: _FirstDraw.of(layer, states[layer]) for path, layer in layers}
@@ -115,7 +124,8 @@ class Adapters:
         self.base_names = {name: aliases[name] for name, aliases in self._aliases.items()}
         if config.modules_to_save:  # to which peft adds its names of heads each time
             config.modules_to_save = sorted(set(config.modules_to_save))
-        refuse_unknown_targets(modules, self._possible, config)
+        with nullcontext() if saved is None else saved.fitting(type(model).__name__):
+            refuse_unknown_targets(modules, self._possible, config)
         if saved is None:
             tuner: Any = self._wrapped.base_model
             names = [*modules, *(name for names in before.values() for name in names)]
@@ -233,7 +243,6 @@ class Adapters:
         refuse_shadowing(directory, "config.json", "transformers would load weights that the adapter was not made for")
         state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
-        save_tensors(folder / WEIGHTS, state, **({BASE: self.base} if self.base else {}))
         replaced = [directory / CONFIG]  # an older adapter's may not fit the new weights
         if checkpoint is not None:
             base = source_of(checkpoint) or checkpoint.absolute()
@@ -246,6 +255,8 @@ class Adapters:
             self.config.save_pretrained(str(folder))
         finally:
             self.config.inference_mode = False
+        metadata = {CONFIG_DIGEST: config_digest(folder / CONFIG) or "", BASE: self.base}
+        save_tensors(folder / WEIGHTS, state, **{key: value for key, value in metadata.items() if value})
         move_into_place(directory, replaced, last=[WEIGHTS, CONFIG])
 
     def merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

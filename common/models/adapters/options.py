@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -169,7 +170,21 @@ def check_supported(config: PeftConfig) -> None:
 
 WEIGHTS = "adapter_model.safetensors"  # Name of the file with the adapters' weights in an adapter directory
 BASE = "base"  # Key in that file's metadata of the identity of the weights that they were trained on
+CONFIG_DIGEST = "config"  # Key there of a hash of the configuration that they were saved with
+_WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
 _PICKLE = "adapter_model.bin"  # Name of that file as older versions of ``peft`` have written it
+
+
+def config_digest(file: Path) -> str | None:
+    """Return a hash of what a configuration has adapters compute; None if it cannot be read."""
+    try:
+        content = json.loads(read_text_file(file))
+        said = {name: value for name, value in content.items() if name not in _WITHOUT_EFFECT}
+    except (OSError, ValueError, AttributeError):
+        return None
+    # peft keeps names in sets, and writes them in any order.
+    ordered = {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in said.items()}
+    return hashlib.sha256(json.dumps(ordered, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class SavedAdapter:
@@ -199,10 +214,23 @@ class SavedAdapter:
                 else f"--adapter {directory} holds no {WEIGHTS}: it is a configuration alone, for --peft-config."
             )
         self.files: Mapping[str, StoredTensor] = read_header(self._file)  # Tensors in the file, by their names there
+        with safe_open(self._file, "pt") as file:
+            self._metadata: Mapping[str, str] = file.metadata() or {}
+        self._check_config()
 
     def config(self) -> PeftConfig:
         """Return the configuration: a new one each time, since ``peft`` changes what it is given."""
         return load_peft_config(self.directory, "--adapter")
+
+    def _check_config(self) -> None:
+        """Refuse another configuration than the weights were saved with: shapes do not tell it."""
+        saved_with = self._metadata.get(CONFIG_DIGEST)
+        if saved_with and config_digest(self.directory / CONFIG) not in (saved_with, None):
+            raise UserError(
+                f"--adapter {self.directory}: {CONFIG} was changed, or is that of another adapter, since {WEIGHTS} was "
+                "saved with it: copy both from one directory. If the change is meant, load the adapter with peft "
+                "and save it with its save_pretrained."
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -212,13 +240,27 @@ class SavedAdapter:
             hashlib.file_digest(file, lambda: content)
         return content.hexdigest()[:16]
 
+    @property
+    def advice(self) -> str:
+        """What to type instead of a model that they do not fit."""
+        base = load_peft_config(self.directory, "--adapter").base_model_name_or_path
+        return "give the --model that it was made for" + (f": --model {base}" if base else ".")
+
+    @contextmanager
+    def fitting(self, model: str) -> Iterator[None]:
+        """Report errors of a model that they do not fit, by the name of its class, as what they are."""
+        try:
+            yield
+        except UserError as error:
+            why = error.as_written.partition(". ")[0].removesuffix(".")
+            raise UserError(f"--adapter {self.directory} does not fit this {model}: {why}. So {self.advice}") from error
+
     def warning(self, checkpoint: Path | None) -> str:
         """Return a warning if they were trained on other weights than those of ``checkpoint``.
 
         Empty if not, or if that is not known, as of adapters that other tools have saved.
         """
-        with safe_open(self._file, "pt") as file:
-            trained_on = (file.metadata() or {}).get(BASE)
+        trained_on = self._metadata.get(BASE)
         now = weights_identity(checkpoint)
         if not trained_on or not now or trained_on == now:
             return ""
@@ -251,4 +293,4 @@ class SavedAdapter:
                 there, here = (" x ".join(map(str, shape)) for shape in (stored.shape, known[name]))
                 problems.append(f"holds {name} of {there}, and of this model it is {here}")
         if problems:
-            raise UserError(f"--adapter {self.directory} {problems[0]}: give the --model that it was made for.")
+            raise UserError(f"--adapter {self.directory} {problems[0]}: {self.advice}")

@@ -94,12 +94,14 @@ def test_rejects_what_does_not_fit(finetune: Finetune, checkpoint: Path, monkeyp
 def test_incomplete_models_and_classifiers_are_rejected(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     """Transformers and peft fill in random values, or those before training, and only log it."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
-    parts = {name: tmp_path / name for name in ("classifier", "lacking", "adapter", "wide")}
+    names = ("classifier", "lacking", "adapter", "wide", "damaged", "of a classifier", "damaged adapter")
+    parts = {name: tmp_path / name for name in names}
     config = AutoConfig.from_pretrained(checkpoint, num_labels=2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(parts["classifier"])
-    shutil.copytree(checkpoint, parts["lacking"])
+    for name in ("lacking", "damaged"):
+        shutil.copytree(checkpoint, parts[name])
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    for name in ("adapter", "wide"):
+    for name in ("adapter", "wide", "of a classifier", "damaged adapter"):
         adapted.save_pretrained(parts[name])
         tokenizer.save_pretrained(parts[name])
 
@@ -113,7 +115,16 @@ def test_incomplete_models_and_classifiers_are_rejected(finetune: Finetune, chec
     lost = change(parts["lacking"] / "model.safetensors")
     lost_adapter = change(parts["adapter"] / "adapter_model.safetensors")
     change(parts["wide"] / "adapter_model.safetensors", shape=True)
+    for name, file in (("damaged", "model.safetensors"), ("damaged adapter", "adapter_model.safetensors")):
+        tensors = load_file(parts[name] / file)
+        next(value for name, value in tensors.items() if "layers.1" in name).view(-1)[0] = torch.nan
+        save_file(tensors, parts[name] / file, {"format": "pt"})
+    head = parts["of a classifier"] / "adapter_model.safetensors"
+    save_file({**load_file(head), "base_model.model.score.weight": torch.ones(2, 32)}, head, {"format": "pt"})
     for words, message in (
+        (("--model", parts["damaged"]), "holds a NaN or an infinity, in model.layers.1."),
+        (("--model", checkpoint, "--adapter", parts["damaged adapter"]), "holds a NaN or an infinity"),
+        (("--model", checkpoint, "--adapter", parts["of a classifier"]), "holds base_model.model.score.weight, which"),
         (("--model", parts["classifier"]), "which writes no text"),
         (("--model", parts["lacking"]), f"lacks {lost}"),
         (("--model", checkpoint, "--adapter", parts["adapter"]), f"lacks {lost_adapter}"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
@@ -69,6 +69,23 @@ def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path,
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one") == AutoTokenizer.from_pretrained(checkpoint)("one")
     check(finetune(*words), 2, "holds a checkpoint already", "--overwrite")
     check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
+
+
+@pytest.mark.parametrize("adapts_head", [False, True])
+def test_adapters_of_a_classifier_name_their_model(
+    adapts_head: bool, finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
+    model, adapter = tmp_path / "classifier", tmp_path / "adapter"
+    config = LoraConfig(r=2, target_modules=["q_proj", "score"] if adapts_head else ["q_proj"])
+    config.modules_to_save = None if adapts_head else ["score"]
+    AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=2).save_pretrained(model)
+    get_peft_model(AutoModelForSequenceClassification.from_pretrained(model), config).save_pretrained(adapter)
+    words = ("--adapter", adapter, "--output", tmp_path / "merged", *FP32)
+    refused = finetune("export", "--model", checkpoint, *words)
+    check(refused, 2, "score", f"give the --model that it was made for: --model {model}\n")
+    assert "--lora-targets" not in refused.err
+    done = finetune("export", "--model", model, *words)
+    assert done.status == 0, done.err
 
 
 def test_weights_in_fp16_are_rounded_with_a_line(

@@ -1,5 +1,6 @@
 """Adapters put into a model without weights are those that peft puts into the real one."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,25 @@ def test_rows_of_a_head_with_a_bias_are_rejected(tied: bool, rows: Any) -> None:
         Adapters(build_meta_model(config, dtype=BF16), LoraConfig(trainable_token_indices=rows), 0)
     if not tied:
         Adapters(build_meta_model(config, dtype=BF16), LoraConfig(trainable_token_indices=[5, 6]), 0)
+
+
+def test_a_configuration_of_another_adapter(checkpoints: Path, tmp_path: Path) -> None:
+    """Of the same shapes: they do not tell."""
+    for alpha in (4, 64):
+        adapters, source = adapted(checkpoints / "llama", AdapterOptions(2, alpha).peft_config(), FP32)
+        values = dict(adapters.source(source).read(adapters.names))
+        adapters.save(tmp_path / str(alpha), values)
+        SavedAdapter(tmp_path / str(alpha))
+    file = tmp_path / "4" / CONFIG
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "base_model_name_or_path": "elsewhere", "peft_version": "9"}))
+    SavedAdapter(tmp_path / "4")
+    file.write_bytes((tmp_path / "64" / CONFIG).read_bytes())
+    with pytest.raises(UserError, match="that of another adapter, since"):
+        SavedAdapter(tmp_path / "4")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoints / "llama"), tmp_path / "4")
+    again.save_pretrained(tmp_path / "again")  # the change is meant
+    assert SavedAdapter(tmp_path / "again").config().lora_alpha == 64
 
 
 @pytest.mark.filterwarnings("ignore")
