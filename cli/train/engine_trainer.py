@@ -16,7 +16,14 @@ from cli.job.throughput import announcement
 from cli.options.settings import Settings
 from cli.report.results import EvaluationResult, StepResult, Usage
 from cli.train.loop import Trainer, evaluate, train
-from cli.train.objectives import ObjectiveLoop, Ranks, ReferencePass, is_reference_short, objective_of
+from cli.train.objectives import (
+    ObjectiveLoop,
+    Ranks,
+    ReferencePass,
+    is_reference_short,
+    objective_of,
+    reference_identity,
+)
 from cli.train.process import Interrupts, Stopped
 from common.activity import activity
 from common.communication import all_gather_object
@@ -176,7 +183,8 @@ def frozen_engine(job: Job, drives: Sequence[Path]) -> Engine:
 def _extend_reference(job: Job) -> None:
     """Compute what a run that gets more steps lacks of its reference, with the model as it was before training."""
     is_of_another = job.traits.needs_reference and not isinstance(job.engine.weights.adapters, AdapterOptions)
-    if not (job.resume and is_of_another and is_reference_short(job, weights_identity(job.checkpoint))):
+    base = reference_identity(job, weights_identity(job.checkpoint)) if job.resume and is_of_another else ""
+    if not (job.resume and is_of_another and is_reference_short(job, base)):
         return
     with contextlib.ExitStack() as stack:
         drives = [stack.enter_context(scratch_folder(path)) for path in job.ssd]

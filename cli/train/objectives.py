@@ -124,9 +124,9 @@ class ReferencePass:
 
     def attach_all(self, job: Job) -> None:
         """Give the batches of a job the reference's log-probabilities: from files once the model has been trained."""
-        lacking = []
+        lacking, base = [], reference_identity(job, self.engine.base_identity)
         for batches, steps, path in _compared(job):
-            batches.reference = self._read(path, batches, steps) if self.engine.step_count else None
+            batches.reference = self._read(path, batches, steps, base) if self.engine.step_count else None
             have = self.ranks.sum([float(batches.reference is not None)])[0]
             if have < self.ranks.world_size:
                 lacking.append((batches, steps, path))
@@ -135,7 +135,7 @@ class ReferencePass:
         # Once trained, a model is no longer its reference; without new adapters, which began as no change, it still is.
         begun = self.engine.step_count > 0
         if begun and not isinstance(job.engine.weights.adapters, AdapterOptions):
-            if is_reference_short(job, self.engine.base_identity):  # on one machine, `extend` was called before
+            if is_reference_short(job, base):  # on one machine, `extend` was called before
                 raise UserError(
                     f"--steps {job.steps}: the pairs of more than {counted(self.engine.step_count, 'step')} were not "
                     "compared with the model before training, and with --nodes they cannot be once it is trained. "
@@ -148,16 +148,17 @@ class ReferencePass:
             )
         with self.engine.disable_adapters() if begun else nullcontext():
             for batches, steps, path in lacking:
-                batches.reference = self._computed(batches, job.batch_size, steps, path)
+                batches.reference = self._computed(batches, job, steps, path)
 
     def extend(self, job: Job) -> None:
         """Add to the files what more steps need. The engine has the model before training."""
-        for batches, steps, path, table in _short(job, self.engine.base_identity):
-            self._computed(batches, job.batch_size, steps, path, table)
+        base = reference_identity(job, self.engine.base_identity)
+        for batches, steps, path, table in _short(job, base):
+            self._computed(batches, job, steps, path, table)
 
     @torch.no_grad()
     def _computed(
-        self, batches: PackedBatches, items: int, steps: int, path: Path, table: np.ndarray | None = None
+        self, batches: PackedBatches, job: Job, steps: int, path: Path, table: np.ndarray | None = None
     ) -> np.ndarray:
         if table is None:
             table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
@@ -166,11 +167,12 @@ class ReferencePass:
             for step in range(number):
                 doing.what = f"computing the reference: batch {step + 1:,} of {number:,}"
                 if np.isnan(table[batches.row_numbers(step)]).any():
-                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), items)
+                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), job.batch_size)
         if self.writes:
             path.parent.mkdir(parents=True, exist_ok=True)
+            base = reference_identity(job, self.engine.base_identity)
             with file_when_complete(path) as out:
-                np.savez(out, values=table, digest=np.array(_digest(batches, self.engine.base_identity)))
+                np.savez(out, values=table, digest=np.array(_digest(batches, base)))
         return table
 
     def _rows(self, batch: Batch, items: int) -> np.ndarray:
@@ -186,9 +188,18 @@ class ReferencePass:
         sums[own] = (out["log_probs"] * out.mask).sum(1)
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
 
-    def _read(self, path: Path, batches: PackedBatches, steps: int) -> np.ndarray | None:
-        table = _stored(path, batches, self.engine.base_identity)
+    def _read(self, path: Path, batches: PackedBatches, steps: int, base: str) -> np.ndarray | None:
+        table = _stored(path, batches, base)
         return table if table is not None and _has_all(table, batches, steps) else None
+
+
+def reference_identity(job: Job, base: str) -> str:
+    """Return what tells the model before training: the hash of its weights, ``base``, and those of adapters, unless
+    these begin as no change."""
+    if not job.adapters or isinstance(job.engine.weights.adapters, AdapterOptions):
+        return base
+    adapters = [job.fixed.get(name) for name in ("--adapter", "--peft-config", "--seed")]
+    return f"{base} {adapters}"
 
 
 def is_reference_short(job: Job, base: str) -> bool:
