@@ -54,9 +54,7 @@ def dequantized(file: Path) -> Path:
     """
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{file} is read with the package gguf, which is not installed: pip install gguf")
-    stat = file.stat()
-    # Tools that copy may keep the time of a change, but not that of the copy.
-    key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    key = _key(file)
     directory = conversions_directory() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -68,6 +66,12 @@ def dequantized(file: Path) -> Path:
                 _remove_content(directory)
                 with activity(f"dequantizing {file.name}, once", announced=True):
                     _write(file, directory)
+                if _key(file) != key:
+                    _remove_content(directory)
+                    raise UserError(
+                        f"{file} was changed or replaced while it was read, and old and new content would be mixed: "
+                        "start again once nothing writes there."
+                    )
                 _seal(file, directory)
             fcntl.flock(lock, fcntl.LOCK_SH)
         _held[directory] = lock
@@ -78,6 +82,13 @@ def dequantized(file: Path) -> Path:
             "another directory for the cache."
         ) from error
     return directory
+
+
+def _key(file: Path) -> str:
+    """Return what tells a file, and what it held, from others."""
+    status = file.stat()
+    # Tools that copy may keep the time of a change, but not that of the copy.
+    return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def source_of(checkpoint: Path) -> Path | None:

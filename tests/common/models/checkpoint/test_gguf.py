@@ -73,6 +73,22 @@ def test_a_damaged_or_unfinished_conversion_is_made_again(tmp_path: Path) -> Non
         assert sorted(path.name for path in directory.iterdir()) == names
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
+    other = write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS)
+    write = gguf._write
+
+    def replaced(source: Path, directory: Path) -> None:
+        write(source, directory)
+        other.replace(source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "_write", replaced)
+        with pytest.raises(UserError, match=r"model.gguf was changed or replaced while it was read"):
+            dequantized(file)
+    assert (dequantized(file) / "config.json").is_file()
+
+
 def test_conversions_of_what_a_file_held_before_go_unless_they_are_needed(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
     other = dequantized(write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS))
