@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cli.train.loop import _where
@@ -60,5 +61,9 @@ def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data
     assert again.status == 0 and "step 3/3" in again.out, again.err
     config = moved / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 5}))
+    changed = finetune(*command, "--adapter", moved, "--output", second, "--steps", 4, "--resume")
+    check(changed, 2, f"--adapter {moved}: adapter_config.json was changed, or is that of another adapter")
+    weights = moved / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, {"format": "pt"})  # as peft saves them, which does not tell
     changed = finetune(*command, "--adapter", moved, "--output", second, "--steps", 4, "--resume")
     check(changed, 2, "--adapter is not what this run began with: other or changed adapters")
