@@ -354,9 +354,13 @@ def _stream_batches(file: IO[bytes]) -> Iterator[Any]:
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type: JSON is parsed, and objects lose the keys that have no value."""
+    """Return a value of an Arrow type: JSON is parsed, maps are objects, and structs lose the keys without a value."""
     import pyarrow
 
+    if pyarrow.types.is_dictionary(kind):
+        return _value(value, kind.value_type)
+    if isinstance(value, list) and pyarrow.types.is_map(kind):  # pairs, as a map may repeat a key
+        return _unique([(key, _value(item, kind.item_type)) for key, item in value])
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_value(item, kind.value_type) for item in value]
     if isinstance(value, dict) and pyarrow.types.is_struct(kind):

@@ -279,3 +279,16 @@ assert [len(list(read_records(path))) for path in Path({str(tmp_path)!r}).iterdi
 assert not {{"pandas", "pyarrow", "datasets"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+
+
+def test_maps_of_tables_are_objects(tmp_path: Path) -> None:
+    """As the arguments of a call, whose keys differ: pairs in Arrow, of which a template would write a list."""
+    texts = pa.map_(pa.string(), pa.string())
+    kind = pa.struct([("arguments", texts), ("names", pa.list_(texts))])
+    values = {"arguments": [("city", "Rome"), ("day", None)], "names": [[("a", "b")], []]}
+    expected = {"arguments": {"city": "Rome", "day": None}, "names": [{"a": "b"}, {}]}
+    pq.write_table(pa.table({"call": pa.array([values], kind)}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [{"call": expected}]
+    pq.write_table(pa.table({"call": pa.array([[("a", "1"), ("a", "2")]], texts)}), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice.parquet cannot be read: the key 'a' occurs twice"):
+        read(tmp_path / "twice.parquet")
