@@ -10,7 +10,9 @@ images, which stay where they are. Its last line has a hash of the file, and cou
 """
 
 import base64
+import contextlib
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +43,8 @@ PLACEHOLDER = "<image>"  # Text in a string that stands for an image
 COLUMNS = ("images", "image")  # Columns of a record that hold its images
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of an image, for qwen_vl_utils and ms-swift
+_DEEP_MODES = ("I", "F")  # What Pillow's modes of more than 8 bits begin with
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 
 
@@ -86,6 +90,7 @@ def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> 
     for part in content:
         kind = part.get("type")
         if kind in ("image", "image_url"):
+            _check_size(part, where)
             value = next((part[key] for key in _KEYS if part.get(key)), None)
             yield _image(value, column, where, directory)
         elif kind == "text":
@@ -100,12 +105,16 @@ def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> di
     if value is None:
         raise UserError(f"{where} has more places for images in its messages than images.")
     while isinstance(value, dict):  # OpenAI's image_url, or what the datasets library makes of an image
+        _check_size(value, where)
         value = next((value[key] for key in ("bytes", "url", "path") if value.get(key)), None)
     if isinstance(value, bytes):
+        _check_depth(io.BytesIO(value), where)
         return {"type": "image", "url": "data:image/any;base64," + base64.b64encode(value).decode()}
     if not isinstance(value, str):
         raise UserError(f"{where}: an image is given as {type(value).__name__}; give a file or a data: URL.")
     if value.startswith("data:"):
+        with contextlib.suppress(ValueError):  # the processor says what is wrong with it
+            _check_depth(io.BytesIO(base64.b64decode(value.partition(",")[2])), where)
         return {"type": "image", "url": value}
     if value.startswith(("http:", "https:")):
         raise UserError(f"{where}: the image {value} is on the network, and nothing is downloaded: give a local file.")
@@ -113,7 +122,33 @@ def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> di
     path = path if path.is_absolute() else directory / path
     if not path.is_file():
         raise UserError(f"{where}: there is no image {path}.")
+    _check_depth(path, where)
     return {"type": "image", "url": str(path)}
+
+
+def _check_size(part: dict[str, Any], where: str) -> None:
+    if key := next((key for key in _SIZES if part.get(key) is not None), None):
+        raise UserError(
+            f"{where}: an image has {key!r}, and the checkpoint's processor decides the size of all images: leave it "
+            "out, and set sizes in preprocessor_config.json."
+        )
+
+
+def _check_depth(file: Path | io.BytesIO, where: str) -> None:
+    """Refuse gray images of more than 8 bits: processors make white of all that is above 255."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            mode = picture.mode
+    except Exception:  # the processor says what is wrong with it
+        return
+    if mode.startswith(_DEEP_MODES):
+        named = file if isinstance(file, Path) else "an image"
+        raise UserError(
+            f"{where}: {named} has more than 8 bits per pixel (mode {mode}), which processors cut at 255: save it in 8 "
+            "bits."
+        )
 
 
 def any_images(files: tuple[str, ...]) -> bool:

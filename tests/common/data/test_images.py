@@ -67,10 +67,28 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
     ({**chat("hello", "x"), "images": ["a", "b"]}, "has 2 more images than places for them in its messages"),
     (chat([{"type": "video", "path": "a.mp4"}], "x"), "a part of type 'video' cannot be trained on"),
     (chat([{"type": "image", "image": 3}], "x"), "an image is given as int"),
+    (chat([{"type": "image", "path": "a.png", "max_pixels": 9}], "x"), "has 'max_pixels', and the checkpoint's"),
+    (chat([{"type": "image_url", "image_url": {"url": "a.png", "resized_height": 9}}], "x"), "has 'resized_height'"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_record_is_reported(record: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match):
         images_of(record, tmp_path)
+
+
+def test_gray_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    """Pillow, and so every processor, makes white of what is above 255."""
+    import numpy as np
+    from PIL import Image
+
+    for number, values in enumerate((np.uint16([[0, 300]]), np.int32([[0, 300]]), np.float32([[0, 300]]))):
+        file = tmp_path / f"{number}.tiff"
+        Image.fromarray(values).save(file)
+        url = "data:image/tiff;base64," + base64.b64encode(file.read_bytes()).decode()
+        for image in (file.name, url, {"bytes": file.read_bytes()}):
+            with pytest.raises(UserError, match=r"here: .* has more than 8 bits per pixel"):
+                images_of({**chat("<image>", "x"), "images": [image]}, tmp_path)
+    Image.fromarray(np.uint8([[0, 255]])).save(tmp_path / "gray.png")
+    assert images_of({**chat("<image>", "x"), "images": ["gray.png"]}, tmp_path)
 
 
 def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
