@@ -61,9 +61,23 @@ def _item_kind(traits: ObjectiveTraits, config: PreTrainedConfig) -> ItemKind | 
         case Items.PAIRS:
             return pair_kind()
         case Items.TEXTS:
-            classes = {str(name): int(number) for name, number in (config.label2id or {}).items()}
-            return class_kind(classes, config.get_text_config().pad_token_id)
+            return class_kind(_classes(config), config.get_text_config().pad_token_id)
     return None
+
+
+def _classes(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the numbers of the classes by name, from ``id2label``, by which the trained model answers."""
+    names = {int(number): str(name) for number, name in (config.id2label or {}).items()}
+    for name, number in (config.label2id or {}).items():
+        if names.get(int(number)) != name:
+            raise UserError(
+                f"config.json has two names for class {int(number)}: {names.get(int(number))!r} in id2label, and "
+                f"{name!r} in label2id. Make them agree."
+            )
+    classes = {name: number for number, name in names.items()}
+    if len(classes) < len(names):
+        raise UserError(f"config.json gives several classes one name in id2label: {', '.join(names.values())}.")
+    return classes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,29 @@ def test_data_of_another_kind(
     assert done.status == 2 and message in done.err
 
 
+@pytest.mark.parametrize(("names", "numbers", "message"), [
+    (["bad", "good"], None, None),
+    (["bad", "good"], {"bad": 1, "good": 0}, "two names for class 1: 'good' in id2label, and 'bad' in label2id"),
+    (["bad", "bad"], None, "gives several classes one name in id2label: bad, bad"),
+])  # fmt: skip
+def test_names_of_the_classes_of_a_classifier(
+    names: list[str], numbers: Any, message: str | None, checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """They are those of id2label, by which the result answers."""
+    model, config = tmp_path / "model", AutoConfig.from_pretrained(checkpoint, num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(model)
+    file = model / "config.json"
+    labels = {"id2label": dict(enumerate(names)), "label2id": numbers}
+    content = {**json.loads(file.read_text()), **labels}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    records = [{"text": "It rains.", "label": name} for name in ("bad", "good")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ("--model", model, "--data", tmp_path / "data.jsonl", "--objective", "classify", "--show-data", "1")
+    done = finetune(*words, "--output", tmp_path / "out")
+    assert done.status == (0 if message is None else 2) and (message or "") in done.err, done.err
+
+
 @pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "multi_label_classification")])
 @pytest.mark.parametrize("objective", ["classify", "reward"])
 def test_a_classifier_of_another_kind(
