@@ -275,6 +275,12 @@ class Adapters:
             for path, layer in self.model.named_modules()
             if isinstance(layer, BaseTunerLayer) and any(name.startswith(f"{path}.") for name in values)
         ]
+        for layer in layers:
+            if getattr(self.config, "lora_bias", False) and getattr(layer.get_base_layer(), "bias", None) is None:
+                raise UserError(
+                    "The adapters have biases (lora_bias), and the model's layers have none to merge them into: use "
+                    "them as adapters, with peft."
+                )
         meta = {name: self.model.get_parameter(name) for name in values}
         try:
             for name, value in values.items():

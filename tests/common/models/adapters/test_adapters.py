@@ -96,6 +96,13 @@ def test_same_as_peft(
     assert all(parameter.is_meta for parameter in adapters.model.parameters())
 
 
+def test_biases_of_adapters_need_layers_with_biases_to_merge_into(checkpoints: Path) -> None:
+    adapters, source = adapted(checkpoints / "llama", LoraConfig(r=4, lora_bias=True, **EVERY), FP32)
+    values = dict(adapters.source(source).read([name for name, _ in adapters.model.named_parameters()]))
+    with pytest.raises(UserError, match=r"have biases \(lora_bias\), and the model's layers have none"):
+        adapters.merge(values)
+
+
 def test_configuration_files(tmp_path: Path) -> None:
     """A file, its directory, or the few settings that somebody typed."""
     LoraConfig(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 7}, task_type="CAUSAL_LM").save_pretrained(
