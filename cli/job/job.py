@@ -57,6 +57,7 @@ class Job(ClusterSettings, OutputSettings):
     task_type: TaskType  # Task that the model's head is for
     vocab_size: int
     parameters: int
+    unplaced: str = ""  # What the checkpoint has that the model has no place for, in words
     adapters: str = ""  # What adapters are trained, in words; empty: the weights are
     adapter_parameters: int = 0  # Numbers in the adapters
 
@@ -177,6 +178,7 @@ class Job(ClusterSettings, OutputSettings):
             f"{self.adapter_parameters / self.parameters:.2%} of the model's",
             "warning": "\n".join(self._warnings()),
             "weights": self._weights(),
+            "not used": self.unplaced,
             "machine": f"{describe_machine()}; computing on {self.computing_on} in {self.engine.dtype}",
             "store": f"{store}: {format_bytes(self.store_bytes)}",
             "data": self.batches.description,

@@ -25,6 +25,7 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
+from common.units import counted
 from fuyou.config import EngineConfig
 
 _TEMPLATE_BYTES = 4 << 20  # Largest file of a chat template
@@ -139,10 +140,16 @@ class ModelChoice:
             raise UserError(f"{self.name} is {task.value}, and --objective {objective} trains {trained}: {instead}")
         _ = self.to_plan  # refuses what can have no new head
 
-    def check_weights(self, model: PreTrainedModel) -> None:
-        """See whether the checkpoint has the weights of the model."""
-        if self.checkpoint is not None:
-            CheckpointSource(self.checkpoint, model).check()
+    def check_weights(self, model: PreTrainedModel) -> str:
+        """See whether the checkpoint has the weights of the model; return what else it has, in words."""
+        if self.checkpoint is None:
+            return ""
+        source = CheckpointSource(self.checkpoint, model)
+        source.check()
+        if not source.unplaced:
+            return ""
+        count, first = counted(len(source.unplaced), "tensor"), source.unplaced[0]
+        return f"{count} of the checkpoint, for which the model has no place; the first is {first}"
 
     @cached_property
     def companions(self) -> Companions:

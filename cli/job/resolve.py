@@ -82,8 +82,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     if tokenizer is not None and choice.lacks_head:
         choice = choice.with_head(source.class_names(), tokenizer, outputs)
     model = build_meta_model(choice.config, checkpoint=choice.checkpoint)
-    if not settings.resume:  # whose weights are on the drives
-        choice.check_weights(model)
+    unplaced = "" if settings.resume else choice.check_weights(model)  # a run's weights are on its drives
     family, held_out = family_of(model), None
     if tokenizer is None:
         batches, data_key = source.random(choice, family), RANDOM_TOKENS
@@ -130,6 +129,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         task_type=choice.task_type,
         vocab_size=choice.vocab_size,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        unplaced=unplaced,
         adapters=settings.adapters_in_words,
         adapter_parameters=trainable_parameters(engine, model) if settings.trains_adapters else 0,
         objective_options=settings.named(settings.traits.options),

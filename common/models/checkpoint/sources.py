@@ -1,9 +1,11 @@
 """Sources of weights: a checkpoint or random numbers, in the memory of about one parameter."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -122,10 +124,17 @@ class CheckpointSource(WeightSource):
         missing = self.missing() + [name for name in unset_buffers(self.model) if name not in self._made_by]
         if missing:
             raise FinetuneError(explain_missing(self.model, self.shards.directory, missing, self.unused))
+        self._check_unused()
         for name, shape in self.shapes.items():
             for source in self._sources(name):
                 self._check_one(source, shape)
             self._check_tied(self._sources(name))
+
+    @property
+    def unplaced(self) -> list[str]:
+        """Names of tensors that the model has no place for, but for those that transformers expects and leaves out."""
+        expected = [*(getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"\.inv_freq$"]
+        return [name for name in self.unused if not any(re.search(pattern, name) for pattern in expected)]
 
     def missing(self) -> list[str]:
         """Return the names of the model's parameters that the checkpoint lacks."""
@@ -224,6 +233,18 @@ class CheckpointSource(WeightSource):
     def _sources(self, name: str) -> list[str]:
         """Return those of a parameter's names that the checkpoint has: a tied one may be stored under any of them."""
         return [alias for alias in self.aliases[name] if alias in self._made_by]
+
+    def _check_unused(self) -> None:
+        """Refuse weights and biases of layers that the model has without them: it would compute something else."""
+        layers = {name for name, module in self.model.named_modules() if module._parameters.get("weight") is not None}
+        for name in (name for name in self.unplaced if name.endswith((".weight", ".bias"))):
+            for prefix in accumulate(name.split(".")[:-1], "{}.{}".format):
+                if prefix in layers or f"{self.model.base_model_prefix}.{prefix}" in layers:
+                    raise UserError(
+                        f"{self.shards.directory} has {name}, and config.json makes {prefix} without it: the model "
+                        "would not be the one that was trained. Set what gives it biases (attention_bias, mlp_bias), "
+                        "or merge what another tool has added."
+                    )
 
     def _check_one(self, name: str, shape: tuple[int, ...]) -> None:
         parts = [(part, self.shards.tensors[part]) for _, part in self._made_by[name].parts]

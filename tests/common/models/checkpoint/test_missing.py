@@ -63,6 +63,21 @@ def test_a_classifier(tmp_path: Path) -> None:
         CheckpointSource(directory, model).check()
 
 
+@pytest.mark.parametrize("part", ["bias", "lora_A.default.weight"])
+def test_layers_that_have_more_than_the_configuration_says(part: str, tmp_path: Path) -> None:
+    """With biases that config.json does not have, transformers makes another model, and warns."""
+    directory, layer = saved(tmp_path, family_config("llama")), "model.layers.0.self_attn.q_proj"
+    tensors = load_file(directory / SINGLE)
+    others = {"model.layers.9.mlp.up_proj.weight": torch.ones(2), "model.layers.0.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(tensors | others, directory / SINGLE)
+    source = source_of(directory)
+    source.check()
+    assert source.unplaced == ["model.layers.9.mlp.up_proj.weight"]
+    save_file(tensors | {f"{layer}.{part}": torch.ones(2)}, directory / SINGLE)
+    with pytest.raises(UserError, match=f"has {layer}.{part}, and config.json makes {layer} without it"):
+        source_of(directory).check()
+
+
 def test_few_bits_without_a_configuration(tmp_path: Path) -> None:
     directory, name = saved(tmp_path, family_config("llama")), "model.layers.0.mlp.up_proj"
     tensors = load_file(directory / SINGLE)
