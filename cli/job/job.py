@@ -207,7 +207,8 @@ class Job(ClusterSettings, OutputSettings):
             return ""
         against = " against the model as it is before the first step" if self.traits.needs_reference else ""
         named = [f"{name} {value:g}" for name, value in self.objective_options.items()]
-        return ", ".join([f"{self.objective}{against}", *named])
+        dropout = ["without dropout"] * self.traits.compares
+        return ", ".join([f"{self.objective}{against}", *named, *dropout])
 
     def _stops(self) -> str:
         if not self.added_stops:

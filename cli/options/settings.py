@@ -85,6 +85,8 @@ class Settings(AllOptions):
             self._refuse("cluster", "is for choosing a strategy: give --strategy auto, or none")
         if "beta" not in traits.options:
             self._refuse("beta", "is for --objective dpo")
+        if traits.compares:
+            self._refuse("lora_dropout", f"has no effect with --objective {self.objective}, which drops nothing")
         if traits.outputs and self.command == "train" and not self.data:
             raise UserError(f"--objective {self.objective} {traits.learns}: give --data with {traits.data}.")
         if traits.outputs and self.in_memory:

@@ -189,10 +189,13 @@ class Engine(EngineFigures):
         loss.backward()
 
     def disable_dropout(self) -> None:
-        """Set the probability of every dropout module to 0, as ``disable_dropout`` of TRL's trainers does."""
+        """Set the probability of all dropout to 0: of modules, as ``disable_dropout`` of TRL's trainers does, and of
+        functions, such as those of attention, whose probabilities are attributes of the modules that call them."""
         for module in self._run.model.stack.model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)
 
     @contextmanager
     def disable_adapters(self) -> Iterator[None]:

@@ -12,11 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from common.models.checkpoint.identity import weights_identity
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history, losses, metrics
+from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
 PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-2")
 LORA, SLOW = ("--lora-rank", "4"), pytest.mark.slow
@@ -222,6 +223,8 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (("--objective", "dpo"), "give --data with prompt, chosen and rejected"),
     (("--beta", "0.2"), "--beta is for --objective dpo"),
+    (("--objective", "dpo", *LORA, "--lora-dropout", "0.1"), "--lora-dropout has no effect with --objective dpo"),
+    (("--objective", "reward", *LORA, "--lora-dropout", "0.1"), "--lora-dropout has no effect with"),
     (("--beta", "0", "--objective", "dpo"), "0.0 is not in the range x>0"),
     (("--objective", "dpo", *LORA, "--nodes", "1", "--data", "."), "does not go with --nodes in memory"),
     (("--objective", "ipo"), "'ipo' is not one of 'sft', 'pretrain', 'dpo', 'reward', 'classify'"),
@@ -233,20 +236,21 @@ def test_a_missing_thing_is_rejected(
     assert done.status == 2 and message in done.err
 
 
-@pytest.mark.parametrize("words", [(), ("--lora-rank", "4", "--lora-dropout", "0.5")])
-def test_dropout_is_off(words: tuple[str, ...], checkpoint: Path, finetune: Finetune, tmp_path: Path) -> None:
+GPT2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
+LLAMA = LlamaConfig(**SIZES, attention_dropout=0.5, initializer_range=0.3)  # whose dropout is no module
+
+
+@pytest.mark.parametrize(("config", "is_adapted"), [(GPT2, False), (LLAMA, False), (LlamaConfig(**SIZES), True)])
+def test_dropout_is_off(
+    config: PreTrainedConfig, is_adapted: bool, pairs: Path, finetune: Finetune, tmp_path: Path
+) -> None:
     """In the first step policy and reference are equal, so the loss is log 2; with dropout it is noise."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
-    model = shutil.copytree(
-        checkpoint, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
-    )
-    GPT2LMHeadModel(config).save_pretrained(model)
-    data = tmp_path / "pairs.jsonl"
-    pairs = [{"prompt": f"{i} and", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i}?"} for i in range(8)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    command = ("--model", model, "--data", data, "--objective", "dpo", "--seq-len", "32", "--batch-size", "8", *words)
-    command += ("--steps", "1", "--lr", "1e-9", "--dtype", "fp32", "--gpu", "cpu", "--no-save")
-    done = finetune(*command, "--output", tmp_path / "out")
-    assert done.status == 0, done.err
+    model = small_checkpoint(tmp_path / "model", config)
+    command = ("--model", model, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "8")
+    if is_adapted:
+        adapters = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapters).save_pretrained(tmp_path / "adapter")
+        command += ("--adapter", tmp_path / "adapter")
+    done = finetune(*command, "--steps", "1", "--no-save", "--output", tmp_path / "out")
+    assert done.status == 0 and "learns   dpo against" in done.out and "without dropout" in done.out, done.err
     assert history(tmp_path / "out")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
