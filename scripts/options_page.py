@@ -42,7 +42,8 @@ def options_page() -> str:
 
 def _item(option: GroupedOption) -> str:
     takes = "" if option.is_flag else f" {option.make_metavar(click.Context(click.Command('finetune'))).strip('[]')}"
-    default = f" (`{option.plain_default}`)" if option.show_default else ""
+    value = option.plain_default
+    default = f" (`{' '.join(value) if option.words else value}`)" if option.show_default else ""
     commands = option.declaration.commands
     names = [name for name in COMMANDS if Command[name.upper()] in commands]
     only = "" if "train" in names else f" (only {', '.join(names)})"

@@ -60,6 +60,7 @@ class Job(ClusterSettings, OutputSettings):
     unplaced: str = ""  # What the checkpoint has that the model has no place for, in words
     adapters: str = ""  # What adapters are trained, in words; empty: the weights are
     adapter_parameters: int = 0  # Numbers in the adapters
+    adapted: str = ""  # Names of what has adapters
 
     objective_options: Mapping[str, Any] = field(default_factory=dict)  # Arguments of its loss
     batches: Batches
@@ -175,7 +176,7 @@ class Job(ClusterSettings, OutputSettings):
             "model": f"{self.model}: {self.architecture}, {format_count(self.parameters)} parameters{source}",
             "adapters": self.adapters
             and f"{self.adapters}: {format_count(self.adapter_parameters)} parameters, "
-            f"{self.adapter_parameters / self.parameters:.2%} of the model's",
+            f"{self.adapter_parameters / self.parameters:.2%} of the model's, on {self.adapted}",
             "warning": "\n".join(self._warnings()),
             "weights": self._weights(),
             "not used": self.unplaced,

@@ -209,14 +209,19 @@ class ModelChoice:
 def trainable_parameters(engine: EngineConfig, model: PreTrainedModel) -> int:
     """Count the numbers that a run trains of ``model``, which is on the meta device, and is changed: its adapters, or
     all of it but frozen towers."""
-    config = copy.deepcopy(engine.adapters)
-    if config is None:
+    if engine.adapters is None:
         frozen = {id(model.get_parameter(name)) for name in engine.towers.frozen(model)}
         return sum(value.numel() for value in model.parameters() if id(value) not in frozen)
+    return adapters_of_run(engine, model).trained_count
+
+
+def adapters_of_run(engine: EngineConfig, model: PreTrainedModel) -> Adapters:
+    """Return the adapters that a run gives ``model``, which is on the meta device, and is changed."""
+    config = copy.deepcopy(engine.adapters)
+    assert config is not None
     if engine.saved_adapter is None:  # whose configuration says what it adapts
         engine.towers.apply(config, model)
-    names = Adapters(model, config, engine.seed, draw=False, saved=engine.saved_adapter).trainable_names
-    return sum(model.get_parameter(name).numel() for name in names)
+    return Adapters(model, config, engine.seed, draw=False, saved=engine.saved_adapter)
 
 
 def trained_share(engine: EngineConfig, config: PreTrainedConfig) -> float:

@@ -11,7 +11,7 @@ from cli.job.data import RANDOM_TOKENS, DataSource
 from cli.job.inputs import check_apart, check_whole
 from cli.job.job import Job
 from cli.job.machine import PlannedRun
-from cli.job.model import ChatTemplate, ModelChoice, trainable_parameters
+from cli.job.model import ChatTemplate, ModelChoice, adapters_of_run
 from cli.job.outputs import Outputs, check_outside
 from cli.job.resumed import EarlierRun, fixed_options
 from cli.job.strategy import check_strategy
@@ -110,6 +110,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         images=images,
         padded=images or settings.traits.classifies,
     )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapters = adapters_of_run(engine, model) if settings.trains_adapters else None
     job = Job(
         **settings.named(
             {item.name for group in (ClusterSettings, OutputSettings) for item in fields(group)} - {"output"}
@@ -128,10 +130,11 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         architecture=type(model).__name__,
         task_type=choice.task_type,
         vocab_size=choice.vocab_size,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         unplaced=unplaced,
         adapters=settings.adapters_in_words,
-        adapter_parameters=trainable_parameters(engine, model) if settings.trains_adapters else 0,
+        adapter_parameters=0 if adapters is None else adapters.trained_count,
+        adapted="" if adapters is None else adapters.where,
         objective_options=settings.named(settings.traits.options),
         batches=batches,
         held_out=held_out,

@@ -27,7 +27,7 @@ from cli.options.run_record import (
 )
 from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
-from common.models.adapters.options import SavedAdapter, load_peft_config
+from common.models.adapters.options import ALL_LINEAR, SavedAdapter, load_peft_config
 from common.models.checkpoint.export import digest_of
 from common.models.generation import FILE as GENERATION
 from common.options import declaration_of, option_fields, spelled
@@ -422,6 +422,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         name = option.opts[0]
         if name not in before or name not in now or before[name] == now[name]:
             continue
+        if name == "--lora-targets" and not before[name] and now[name] == [ALL_LINEAR]:
+            continue  # the default of earlier versions
         if name in _BY_CONTENT:
             raise UserError(
                 f"--resume: {name} is not what this run began with: {_BY_CONTENT[name]} "

@@ -194,10 +194,15 @@ class AdapterSettings:
     )
     """Share of the adapters' inputs to drop in training."""
     lora_targets: tuple[str, ...] = option(
-        (), "NAME...", commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+        ("dense-linear",),
+        "NAME...",
+        commands=Command.MODEL,
+        fixed=True,
+        needs="lora_rank",
+        excludes="adapter peft_config",
     )
-    """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. Default: every linear layer but the
-    head, and experts and routers in families that peft knows."""
+    """Modules to adapt: q_proj v_proj; of fused experts gate_up_proj down_proj. dense-linear: attention and dense
+    feed-forward layers. all-linear: routed experts and routers, too."""
     peft_config: Path | None = option(None, "FILE", commands=Command.MODEL, fixed=True, excludes="adapter")
     """An adapter_config.json of peft (or its directory): rsLoRA, DoRA, rank patterns, modules_to_save,
     trainable_token_indices."""

@@ -61,7 +61,7 @@ class GroupedOption(click.Option):
         if callback is not None:
             kwargs |= {"is_eager": True, "callback": callback}
         words = get_origin(item.type) is tuple
-        if not words and item.default not in (None, ""):
+        if item.default not in (None, "", ()):
             kwargs |= {"default": item.default, "show_default": not isinstance(item.default, bool)}
         if declared.alone:
             kwargs |= {"is_flag": False, "flag_value": True}

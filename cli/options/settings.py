@@ -176,13 +176,13 @@ class Settings(AllOptions):
     def _adapters(self) -> Any:
         if self.adapter is not None:
             return self.adapter.expanduser()
-        from common.models.adapters.options import ALL_LINEAR, AdapterOptions, load_peft_config
+        from common.models.adapters.options import AdapterOptions, load_peft_config
 
         if self.peft_config is not None:
             return load_peft_config(self.peft_config)
         if self.lora_rank is None:
             return None
-        return AdapterOptions(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets or (ALL_LINEAR,))
+        return AdapterOptions(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets)
 
     @property
     def highest_lr(self) -> float:
@@ -322,7 +322,9 @@ def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[
             stored = parse_command_line(["--config", str(file)]) if file.stat().st_size else None
         if stored is None:
             return context, (f"{file} is missing: options that are left out have their defaults",)
-    continued = parse_command_line(arguments, stored.default_map)
+    # Runs of versions whose default was another one do not say what they adapt.
+    defaults = {"lora_targets": ("all-linear",), **(stored.default_map or {})}
+    continued = parse_command_line(arguments, defaults)
     return continued, tuple(_changes(stored, continued))
 
 

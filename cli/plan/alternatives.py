@@ -1,13 +1,13 @@
 """Other ways to run what is planned that a user should know of before paying for this one."""
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cli.plan.described import format_days
 from cli.report.results import RESOURCES
+from common.models.adapters.options import DENSE_LINEAR
 from common.units import format_bytes, format_count, format_seconds
 from fuyou.layout.record import Kind
 from fuyou.layout.record_parts import ParameterSlot
@@ -48,23 +48,15 @@ def on_one_node(several: Plan, alone: Plan) -> Alternative | None:
     return Alternative("nodes", text, how, alone)
 
 
-def dense_targets(job: TrainingJob) -> tuple[str, ...]:
-    """Return the names of the adapted modules that are neither routed experts nor next to them, as routers are."""
-    slots = list(_adapters(job))
-    next_to_experts = {_module(slot).rpartition(".experts")[0] for slot in _on_experts(slots)}
-    dense = {_module(slot) for slot in slots if slot.activity == 1}
-    return tuple(sorted({path.rpartition(".")[2] for path in dense if path.rpartition(".")[0] not in next_to_experts}))
-
-
 def adapts_experts(job: TrainingJob) -> bool:
     return any(_on_experts(_adapters(job)))
 
 
-def without_experts(result: Plan, other: Plan | None, targets: Iterable[str]) -> Alternative:
+def without_experts(result: Plan, other: Plan | None) -> Alternative:
     """Return what adapters on routed experts cost.
 
     Args:
-        other: the plan without them, with adapters on ``targets`` alone; None: there are no other adapters.
+        other: the plan with adapters on dense layers alone, the default; None: no option gives these.
     """
     slots = list(_adapters(result.job))
     on_experts, count = _on_experts(slots), sum(slot.numel for slot in slots)
@@ -72,7 +64,7 @@ def without_experts(result: Plan, other: Plan | None, targets: Iterable[str]) ->
     share = f"{format_count(sum(slot.numel for slot in on_experts))} of them on routed experts"
     text, how = f"{', '.join([costs[0], share, *costs[1:]])}", ""
     if other is not None:
-        how = shlex.join(["--lora-targets", *targets])
+        how = f"--lora-targets {DENSE_LINEAR}"
         left = sum(slot.numel for slot in _adapters(other.job))
         what = ", ".join([f"{format_count(left)} parameters", *_costs(other)])
         text += f"; without those ({how}): {what if other.fits else ' '.join(other.missing)}"
@@ -95,8 +87,3 @@ def _adapters(job: TrainingJob) -> Iterator[ParameterSlot]:
 
 def _on_experts(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
     return [slot for slot in slots if slot.activity < 1]
-
-
-def _module(slot: ParameterSlot) -> str:
-    """Return the path of the module that an adapter's parameter adapts."""
-    return slot.names[0].partition(".lora_")[0]

@@ -12,11 +12,12 @@ from typing import Any
 from cli.job.machine import ELSEWHERE, PlannedRun, device_name, directories_at_hand, plan_at_hand
 from cli.options.option import naming
 from cli.options.settings import Settings
-from cli.plan.alternatives import Alternative, adapts_experts, dense_targets, on_one_node, without_experts
+from cli.plan.alternatives import Alternative, adapts_experts, on_one_node, without_experts
 from cli.plan.described import describe, row, write_plan_page
 from common.data.files import find_files
 from common.errors import UserError
 from common.hardware.presets import drive_names, drive_preset, gpu_names, gpu_preset
+from common.models.adapters.options import DENSE_LINEAR
 from common.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 from fuyou.layout.share import Share
 from fuyou.planner import (
@@ -113,12 +114,11 @@ class Planning:
         if share is not None and share.nodes > 1:
             others.append(on_one_node(result, search(*self._of_one_rank(job, Share(1, share.ranks_per_node)))))
         if adapts_experts(job):
-            targets = dense_targets(job) if lora_rank is not None else ()
             other = None
-            if targets:
+            if lora_rank is not None:
                 model = self._settings.model or job.name
-                other = self.plan(self.job(model=model, max_model=False, lora_targets=targets))
-            others.append(without_experts(result, other, targets))
+                other = self.plan(self.job(model=model, max_model=False, lora_targets=(DENSE_LINEAR,)))
+            others.append(without_experts(result, other))
         return [other for other in others if other is not None]
 
     def _of_one_rank(self, job: TrainingJob, share: Share | None) -> tuple[TrainingJob, Machine]:

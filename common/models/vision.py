@@ -4,17 +4,18 @@ Behind a tower stands a projector, which maps its output to the language model's
 are frozen by default, as is usual for fine-tuning.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
+from common.models.adapters.default_targets import exclude_modules, settle_targets
 from common.models.structure import first_number, language_model
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ class TowerFreezing:
         """
         frozen, names = self.frozen(model), [name for name, _ in model.named_parameters()]
         settings: Any = config
-        if frozen and hasattr(config, "exclude_modules") and not config.exclude_modules:
-            settings.exclude_modules = f"({'|'.join(map(re.escape, _whole_modules(frozen, names)))})(\\..*)?"
+        excludes = bool(getattr(config, "exclude_modules", None))
+        settle_targets(model, config)
+        if frozen and isinstance(config, LoraConfig) and not excludes:
+            exclude_modules(config, _whole_modules(frozen, names))
         if self.freeze_multi_modal_projector:
             return
         saved = [

@@ -19,12 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import fuyou
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
-from common.models.adapters.options import AdapterOptions
+from common.models.adapters.default_targets import settle_targets
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.models.miniature import TOKENS, VOCABULARY
 from families.configurations import small_config
 from families.twin import Twin
 
 STEPS = 3
+_ADAPTERS = AdapterOptions(rank=4, targets=(ALL_LINEAR,))  # experts and routers among them
 EXACT_LOSS, EXACT_WEIGHT = 1e-6, 1e-5
 """Largest difference of a loss and of a weight that counts as rounding, where the same operators run; in chunks, of a
 loss relative to it, and of a gradient relative to the model's largest."""
@@ -195,7 +197,7 @@ class _Trial:
         return fuyou.Engine(
             checkpoint, ssd=[self._work / "ssd"], dtype="bf16" if mode.bf16 else "fp32", host_memory="1GiB",
             host_cache=0, batch_shape=(mode.rows, TOKENS), micro_batch=mode.micro, chunk=mode.chunk,
-            adapters=AdapterOptions(rank=4) if mode.lora else None, lr=self._rate["lr"], eps=self._rate["eps"],
+            adapters=_ADAPTERS if mode.lora else None, lr=self._rate["lr"], eps=self._rate["eps"],
             weight_decay=self._rate["weight_decay"], prove=not mode.unproven,
             packed=mode.packed,
         )  # fmt: skip
@@ -232,7 +234,9 @@ class _Trial:
     ) -> "_Expected":
         from peft import get_peft_model
 
-        adapted = get_peft_model(self._load(checkpoint, self._dtype), AdapterOptions(rank=4).peft_config())
+        base, config = self._load(checkpoint, self._dtype), _ADAPTERS.peft_config()
+        settle_targets(base, config)
+        adapted = get_peft_model(base, config)
         model = adapted.get_submodule("base_model.model")
         masters = {name: first[name] for name, value in model.named_parameters() if value.requires_grad}
         return self._trained(Twin(model, masters, self._rate), batches)

@@ -25,7 +25,9 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from common.hub import snapshot_name
+from common.models.adapters.default_targets import has_routed_experts, settle_targets
 from common.models.adapters.options import (
+    ALL_LINEAR,
     BASE,
     CONFIG,
     CONFIG_DIGEST,
@@ -107,6 +109,7 @@ class Adapters:
         modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
         with nullcontext() if saved is None else saved.fitting(type(model).__name__):
             refuse_unknown_copies(modules, config)
+        settle_targets(model, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with _generator_states() as states, nullcontext() if saved is None else saved.fitting(type(model).__name__):
@@ -150,6 +153,21 @@ class Adapters:
     def trainable_names(self) -> tuple[str, ...]:
         """Names of what is trained: the adapters, and with ``bias = "all"`` or ``"lora_only"`` the model's biases."""
         return tuple(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+
+    @property
+    def trained_count(self) -> int:
+        """Number of trained elements."""
+        return sum(self.model.get_parameter(name).numel() for name in self.trainable_names)
+
+    @property
+    def where(self) -> str:
+        """What is adapted, by the last names of modules and fused experts, in words."""
+        tuner: Any = self._wrapped.base_model
+        adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+        if not has_routed_experts(self.model) or any(".experts." in f".{name}." for name in adapted):
+            return names
+        return f"{names} (--lora-targets {ALL_LINEAR} adapts routed experts, too)"
 
     @cached_property
     def own_names(self) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ from common.models.checkpoint.shards import StoredTensor, read_header
 
 CONFIG = "adapter_config.json"  # Name of the configuration in an adapter directory
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head, and experts and routers that it knows
+DENSE_LINEAR = "dense-linear"  # What is adapted by default; see :mod:`common.models.adapters.default_targets`
 
 _HONORED = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -41,9 +42,10 @@ class AdapterOptions:
     rank: int  # Rank of the two factors that each adapted weight gets
     alpha: float | None = None  # Scale: the product is multiplied by ``alpha / rank``; None: twice the rank
     dropout: float = 0.0  # Probability with which an input element of an adapter is dropped in training
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``), or ``all-linear``: every linear
-    layer but the head, and in families of mixtures that ``peft`` knows routers and experts."""
+    targets: tuple[str, ...] = (DENSE_LINEAR,)
+    """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``); or ``dense-linear``: the linear
+    layers of attention and dense feed-forward networks; or ``all-linear``: every linear layer but the head, and in
+    families of mixtures that ``peft`` knows routers and experts."""
     rslora: bool = False  # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
     dora: bool = False  # Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)
 
@@ -55,17 +57,17 @@ class AdapterOptions:
         if not 0 <= self.dropout < 1:
             raise UserError(f"--lora-dropout must be at least 0 and less than 1, not {self.dropout:g}.")
         if not self.targets:
-            raise UserError(f"--lora-targets needs at least one name, or {ALL_LINEAR}.")
+            raise UserError(f"--lora-targets needs at least one name, {DENSE_LINEAR}, or {ALL_LINEAR}.")
 
     def peft_config(self) -> LoraConfig:
-        """Return these options as a configuration of ``peft``."""
+        """Return these options as a configuration of ``peft``, whose targets a model settles."""
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
             lora_dropout=self.dropout,
-            target_modules=ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets),
+            target_modules=self.targets[0] if self.targets in ((ALL_LINEAR,), (DENSE_LINEAR,)) else list(self.targets),
             use_rslora=self.rslora,
             use_dora=self.dora,
         )

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut": ("model.safetensors", cut, "is not what the run wrote there"),
     "lost": ("model.safetensors", Path.unlink, "is missing"),
     "edited": ("config.json", edit, "is not what the run wrote there"),
-    "added": ("model.safetensors.index.json", lambda file: file.write_text("{}"), "is not from the run that wrote the rest"),
+    "added": ("model.safetensors.index.json", lambda file: file.write_text("{}"), "is not from the run that wrote"),
     "of a checkpoint": ("checkpoints/step-1/model.safetensors", flip, "is not what the run wrote there. To use"),
 }
 

@@ -23,9 +23,10 @@ import cli.plan.cluster
 import cli.plan.out_of_core
 import cli.train.ranks
 from cli.job.job import Job
-from cli.job.model import trainable_parameters
+from cli.job.model import adapters_of_run
 from cli.main import main
 from common.data import Batches
+from common.models.adapters.adapters import Adapters
 from common.models.meta_model import build_meta_model
 from common.scratch import PREFIX
 from fcdp.strategy.mesh import Levels
@@ -103,9 +104,9 @@ def _last_ones(words: Sequence[str]) -> list[str]:
     return [command, *(word for name, values in options.items() for word in (name, *values))]
 
 
-def _count_trainable(engine: EngineConfig, model: PreTrainedModel) -> int:
+def _adapters(engine: EngineConfig, model: PreTrainedModel) -> Adapters:
     # A model that is remembered must not be changed.
-    return trainable_parameters(engine, build_meta_model(model.config))
+    return adapters_of_run(engine, build_meta_model(model.config))
 
 
 def _job_text(job: Job) -> str:
@@ -124,7 +125,7 @@ class Observer:
         for module in ("cli.job.resolve", "cli.job.machine"):
             patch.setattr(f"{module}.fastest_dtype", lambda device: "fp32" if device == "cpu" else "bf16")
         self._remember("cli.job.resolve.build_meta_model")
-        patch.setattr("cli.job.resolve.trainable_parameters", _count_trainable)
+        patch.setattr("cli.job.resolve.adapters_of_run", _adapters)
         self._remember("cli.plan.cluster.plan")
         self._remember("cli.plan.out_of_core.search", then=lambda plan: self._say(plan.to_json()))
         patch.setattr("cli.main.stay_offline", lambda download: self._say("downloads", download))

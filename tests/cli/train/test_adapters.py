@@ -1,6 +1,7 @@
 """Adapters by the command: those that were trained before."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+from cli.job import resumed
+from cli.options.config_file import plain_options
 from cli.train.loop import _where
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
+from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
 COMMON = (
     "--batch-size", 4, "--seq-len", 32, "--gpu", "cpu", "--dtype", "fp32", "--lr", "1e-2", "--schedule", "constant",
@@ -67,3 +71,26 @@ def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data
     save_file(load_file(weights), weights, {"format": "pt"})  # as peft saves them, which does not tell
     changed = finetune(*command, "--adapter", moved, "--output", second, "--steps", 4, "--resume")
     check(changed, 2, "--adapter is not what this run began with: other or changed adapters")
+
+
+def test_a_run_of_an_earlier_version_keeps_the_targets_that_were_its_default(
+    finetune: Finetune, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It adapts routed experts, too, and neither its options nor its commit say so."""
+    mixture = small_checkpoint(tmp_path / "mixture", MixtralConfig(**SIZES, num_local_experts=2))
+    output = tmp_path / "output"
+    command = ("--model", mixture, "--data", data, *COMMON, "--lora-rank", 2, "--output", output, "--no-save")
+    with monkeypatch.context() as earlier:
+        fixed = resumed.fixed_options
+        earlier.setattr("cli.job.resolve.fixed_options", lambda settings: {**fixed(settings), "--lora-targets": []})
+        earlier.setattr(resumed, "plain_options", lambda text: re.sub(r"lora-targets = .*\n", "", plain_options(text)))
+        done = finetune(*command, "--steps", 1, "--lora-targets", "all-linear")
+        assert done.status == 0, done.err
+    for line in (command, ("--output", output)):
+        done = finetune(*line, "--steps", 2, "--resume")
+        assert done.status == 0, done.err
+        assert "down_proj" in done.out.partition("of the model's, on ")[2].partition("\n")[0]
+    check(finetune(*command, "--steps", 2, "--resume", "--lora-targets", "q_proj"), 2, "--lora-targets")
+    done = finetune(*command, "--steps", 1, "--overwrite")
+    assert done.status == 0, done.err
+    assert "on k_proj, o_proj, q_proj, v_proj (--lora-targets all-linear adapts routed experts, too)" in done.out

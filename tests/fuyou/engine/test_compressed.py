@@ -88,7 +88,7 @@ def test_int8_of_a_compressed_checkpoint(tmp_path: Path) -> None:
 
 def opened(directory: Path, frozen: FrozenDtype | None = None) -> OpenModel:
     config, checkpoint = load_config(directory)
-    adapters = AdapterOptions(4).peft_config()
+    adapters = AdapterOptions(4, targets=("all-linear",)).peft_config()
     return OpenModel(config, BF16, torch.device("cpu"), adapters, frozen=frozen, checkpoint=checkpoint)
 
 
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
             if f"model.layers.{layer}." in name and is_written_so(method, name, value)
         )
         assert record.decoded_nbytes >= decoded
-    planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4).peft_config())
+    planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4, targets=("all-linear",)).peft_config())
     assert [record.device_nbytes for record in planned.shape.records] == [
         record.device_nbytes for record in model.shape.records
     ]

@@ -94,15 +94,17 @@ def test_resume_in_the_middle(
     if streamed:
         monkeypatch.setattr(MemoryPlanner, "_adapter_ladder", lambda self: [(2, 1)])
     model, feed, ssd = checkpoints / "llama", batches(5, packed=True), directories(tmp_path, 2)
-    twin = in_memory(model, "bf16", AdapterOptions(4).peft_config(), clip=0.2)
+    twin = in_memory(model, "bf16", AdapterOptions(4, targets=("all-linear",)).peft_config(), clip=0.2)
     how = {"commit_every": 2} if streamed else {"clip_by": "speculation"}
     options = {"micro_batch": 2, "max_grad_norm": 0.2, **how}
-    with plain_engine(model, ssd, adapters=AdapterOptions(4), **options) as trained:
+    with plain_engine(model, ssd, adapters=AdapterOptions(4, targets=("all-linear",)), **options) as trained:
         assert bool(trained.memory_plan.resident) is not streamed
         train(trained, twin, feed[:3], 2)
     with pytest.raises(UserError, match="another model"):
-        plain_engine(model, ssd, adapters=AdapterOptions(4, alpha=3), resume=True, **options)
-    with plain_engine(model, ssd, adapters=AdapterOptions(4), resume=True, **options) as trained:
+        plain_engine(model, ssd, adapters=AdapterOptions(4, alpha=3, targets=("all-linear",)), resume=True, **options)
+    with plain_engine(
+        model, ssd, adapters=AdapterOptions(4, targets=("all-linear",)), resume=True, **options
+    ) as trained:
         assert trained.step_count == 3
         train(trained, twin, feed[3:], 2)
         compare(trained, twin.model.get_base_model())

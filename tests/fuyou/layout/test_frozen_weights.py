@@ -60,13 +60,13 @@ def test_the_engine_computes_with_what_is_kept(family: str, name: str, dtype: st
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(tiny_configs()[family]).save_pretrained(tmp_path / "model")
     ssd, feed = directories(tmp_path, 2), batches(4, packed=True)
-    options = {"adapters": AdapterOptions(4), "frozen_dtype": name, "micro_batch": 2}
+    options = {"adapters": AdapterOptions(4, targets=("all-linear",)), "frozen_dtype": name, "micro_batch": 2}
     wide = torch.float32 if dtype == "fp32" else torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         real = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=wide)
         torch.manual_seed(0)
-        twin = InMemory(get_peft_model(real, AdapterOptions(4).peft_config()))
+        twin = InMemory(get_peft_model(real, AdapterOptions(4, targets=("all-linear",)).peft_config()))
         with plain_engine(tmp_path / "model", ssd, dtype, **options) as trained:
             changed = 0
             for key, value in trained.named_parameters():

@@ -39,15 +39,15 @@ def adapted(
 
 
 @pytest.mark.parametrize(("family", "dtype", "make"), [
-    ("llama", BF16, AdapterOptions(4).peft_config),
-    ("gpt2", FP32, AdapterOptions(4, dora=True).peft_config),  # its linear layers are transposed
+    ("llama", BF16, AdapterOptions(4, targets=("all-linear",)).peft_config),
+    ("gpt2", FP32, AdapterOptions(4, targets=("all-linear",), dora=True).peft_config),  # transposed layers
     ("gpt2", BF16, lambda: LoraConfig(r=4, bias="all", **EVERY)),
-    ("gemma3", BF16, AdapterOptions(4, dora=True, rslora=True).peft_config),
+    ("gemma3", BF16, AdapterOptions(4, targets=("all-linear",), dora=True, rslora=True).peft_config),
     ("llama-tied", FP32, lambda: LoraConfig(r=4, init_lora_weights="gaussian", **EVERY)),
     ("llama", BF16, lambda: LoraConfig(r=4, init_lora_weights="orthogonal", **EVERY)),
     ("gpt2", BF16, lambda: LoraConfig(r=4, init_lora_weights=False, lora_bias=True, **EVERY)),
     ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
-    ("qwen3-moe", BF16, AdapterOptions(4).peft_config),  # experts are parameters, not layers
+    ("qwen3-moe", BF16, AdapterOptions(4, targets=("all-linear",)).peft_config),  # experts are parameters, not layers
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_same_as_peft(
@@ -243,7 +243,7 @@ def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> Non
 ])  # fmt: skip
 def test_no_saved_adapter(name: str | None, message: str, tmp_path: Path) -> None:
     if name is not None:
-        AdapterOptions(4).peft_config().save_pretrained(str(tmp_path))
+        AdapterOptions(4, targets=("all-linear",)).peft_config().save_pretrained(str(tmp_path))
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=message):
         SavedAdapter(tmp_path)
