@@ -27,6 +27,7 @@ from common.data.rows import PADDING, take_rows
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.options import SavedAdapter
+from common.models.adapters.towers import adapt_towers
 from common.models.attention.documents import padding_known, rotate_by_document
 from common.models.attention.isolation import DocumentSeparator, takes_positions
 from common.models.checkpoint.random_source import RandomSource
@@ -111,7 +112,7 @@ class ClusterModel:
                     "modules_to_save, or train on one machine."
                 )
             if saved is None:  # whose configuration says what it adapts
-                options.towers.apply(peft_config, module)
+                adapt_towers(module, peft_config, options.towers)
         adapters = None if peft_config is None else Adapters(module, peft_config, options.seed, saved=saved)
         # peft computes with these without calling them: earlier, FSDP2 took a group's forward pass as unfinished then.
         is_earlier = TorchVersion(torch.__version__) < "2.13"

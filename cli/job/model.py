@@ -18,6 +18,7 @@ from common.data.template import dated
 from common.errors import UserError, did_you_mean
 from common.files import preset_files, read_text_file, replace_file
 from common.models.adapters.adapters import Adapters
+from common.models.adapters.towers import adapt_towers
 from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
@@ -220,7 +221,7 @@ def adapters_of_run(engine: EngineConfig, model: PreTrainedModel) -> Adapters:
     config = copy.deepcopy(engine.adapters)
     assert config is not None
     if engine.saved_adapter is None:  # whose configuration says what it adapts
-        engine.towers.apply(config, model)
+        adapt_towers(model, config, engine.towers)
     return Adapters(model, config, engine.seed, draw=False, saved=engine.saved_adapter)
 
 

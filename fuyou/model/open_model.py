@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from common.errors import UserError, did_you_mean
 from common.models.adapters.adapters import Adapters
 from common.models.adapters.options import SavedAdapter
+from common.models.adapters.towers import adapt_towers
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.random_source import RandomSource
@@ -91,7 +92,7 @@ class OpenModel:
         if adapters is not None:
             model = build_meta_model(config, dtype=precision.dtype)
             if saved is None:  # whose configuration says what it adapts
-                towers.apply(adapters, model)
+                adapt_towers(model, adapters, towers)
             self.adapters = Adapters(model, adapters, seed, draw, saved)
         elif trainable is not None:
             self._freeze_all_but(trainable)

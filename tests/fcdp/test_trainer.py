@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from common.errors import UserError
-from common.models.adapters.options import AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -223,7 +223,7 @@ def train_with_an_earlier_pytorch(topology: Topology, run: Run) -> str:
 
 def test_adapters_of_experts_need_a_pytorch_that_runs_parts_of_groups(pool: Pool, tmp_path: Path) -> None:
     MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=5)).save_pretrained(tmp_path)
-    run = Run(str(tmp_path), tmp_path / "commits", adapters=AdapterOptions(2))
+    run = Run(str(tmp_path), tmp_path / "commits", adapters=AdapterOptions(2, targets=(ALL_LINEAR,)))
     for answer in pool.run((2, 1), train_with_an_earlier_pytorch, run):
         assert answer == "Adapters of experts over several ranks need PyTorch 2.13; this is 2.12.1."
 

@@ -66,7 +66,8 @@ def has_routed_experts(model: nn.Module) -> bool:
 def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the last names of dense linear layers, and the paths of others that have the same ones."""
     grouped, holders = set(_grouped_layers(model)), set(_expert_holders(model))
-    dense, others = [], []
+    dense: list[str] = []
+    others: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D):
             continue
