@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.errors import FinetuneError, UserError
 from common.models.bounds import bounded_construction, check_buffers, check_counts
 from common.models.generation import generation_config_of
-from common.models.structure import keeps_fp32
+from common.models.structure import fp32_parameters, keeps_fp32
 from common.models.task_type import config_for, model_class, refusal
 from common.randomness import own_random_numbers
 
@@ -51,6 +51,7 @@ def build_meta_model(
     except Exception as error:  # anything: each family checks its own fields in its own way
         raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
     model.tie_weights()  # transformers 5.0 does not do it on the meta device
+    widen_kept(model)
     _fill_buffers(model)
     if model.can_generate() and model.config.name_or_path:
         model.generation_config = generation_config_of(model.config)
@@ -58,6 +59,13 @@ def build_meta_model(
     for part in {id(part): part for part in (model.config, model.config.get_text_config())}.values():
         part.use_cache = False
     return model.train()
+
+
+def widen_kept(model: PreTrainedModel) -> None:
+    """Make the parameters fp32 that the family keeps so, as ``from_pretrained`` does. Tied ones stay tied."""
+    kept = {id(model.get_parameter(name)): model.get_parameter(name) for name in fp32_parameters(model)}
+    for parameter in kept.values():
+        parameter.data = parameter.data.to(torch.float32)
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

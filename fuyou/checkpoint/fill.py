@@ -42,7 +42,7 @@ def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record) -> Non
         kind, nbytes = record.precision.low_dtype, record.owned * record.precision.low_dtype.itemsize
         low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, nbytes)).view(kind).zero_()
     stop = start + values.numel()
-    slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.numel]
+    slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.span]
     for position, tensor in reader.read(record, slots):
         flat = tensor.reshape(-1)
         for first in range(0, flat.numel(), PASS_ELEMENTS):
@@ -72,20 +72,28 @@ class _SlotReader:
         self._cut: dict[str, torch.Tensor] = {}  # Parameters whose later experts are still to come, by first name
 
     def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins."""
+        """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins.
+
+        Values of wide parameters come as elements of the record, two for each number.
+        """
         mentioned = {slot.names[0] for slot in record.parameters}
         self._cut = {name: value for name, value in self._cut.items() if name in mentioned}
         whole = [slot for slot in slots if not self.source.reads_rows(slot.names[0])]
         values = self.source.read([slot.names[0] for slot in whole if slot.names[0] not in self._cut])
         for slot in slots:
-            yield from self._whole(slot, values) if slot in whole else self._rows(slot)
+            for position, tensor in self._whole(slot, values) if slot in whole else self._rows(slot):
+                if slot.wide:
+                    numbers = tensor.to(torch.float32).reshape(-1)
+                    yield position, numbers.view(record.precision.dtype)
+                else:
+                    yield position, tensor
 
     def _rows(self, slot: ParameterSlot) -> Iterator[tuple[int, torch.Tensor]]:
         position = slot.offset
         for first, stop in row_spans(slot):
             rows = self.source.read_rows(slot.names[0], first, stop)
             yield position, rows
-            position += rows.numel()
+            position += rows.numel() * slot.span // slot.numel
             del rows
 
     def _whole(

@@ -85,6 +85,7 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
         trainable=record.trainable and len(held) < len(piece),
         frozen=FrozenDtype.PLAIN if is_compressed and not compressed else record.frozen,
         held=held,
+        wide=[part.name for part in piece if slots[part.name].wide],
         compressed=compressed,
     )
     placed = tuple(

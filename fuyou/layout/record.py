@@ -8,6 +8,9 @@ write back. (``low`` are the low bits of split master weights.)
 A record is trained as a whole or frozen as a whole. A block with both kinds of parameters has two records: a frozen
 one, written once when the store is created, and an *adapter record* of all trained parameters in fp32, whether or not
 these are adapters.
+
+Some families keep a few parameters in fp32 whatever the dtype of the rest is (``_keep_in_fp32_modules_strict``). Where
+these are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -150,6 +153,7 @@ class Record:
         trainable: bool = True,
         frozen: FrozenDtype = FrozenDtype.PLAIN,
         held: Collection[str] = (),
+        wide: Collection[str] = (),
         compressed: "Mapping[str, CompressedParameter] | None" = None,
     ) -> "Record":
         """Lay out parameters in order, those with weight decay first.
@@ -158,6 +162,8 @@ class Record:
             parameters: names and shape of each, and whether weight decay applies.
             frozen: storage format, if not trainable.
             held: first names of parameters that are not trained although the record is.
+            wide: first names of parameters that are fp32 in a frozen record of bf16. They are no matrices: see
+                :attr:`ParameterSlot.decay`.
             compressed: storage of some of them, by first name, for :attr:`FrozenDtype.CHECKPOINT`.
         """
         entries = list(parameters)
@@ -168,9 +174,9 @@ class Record:
             for names, shape, decay in entries:
                 if decay is part:
                     trained, stored = names[0] not in held, (compressed or {}).get(names[0])
-                    slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored)
+                    slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored, wide=names[0] in wide)
                     slots.append(slot)
-                    position = round_up(position + slot.numel, ALIGN_ELEMENTS)
+                    position = round_up(position + slot.span, ALIGN_ELEMENTS)
             position = round_up(position, pages)
             if part:
                 boundary = position
@@ -205,7 +211,7 @@ class Record:
 
     @property
     def used(self) -> int:
-        return max((slot.offset + slot.numel for slot in self.parameters), default=0)
+        return max((slot.offset + slot.span for slot in self.parameters), default=0)
 
     @property
     def filled_slices(self) -> list[int]:
@@ -282,7 +288,13 @@ class Record:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the flat buffer ``[numel]``, one per parameter, by first name."""
-        return {slot.name: flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.parameters}
+        views = {}
+        for slot in self.parameters:
+            values = flat[slot.offset : slot.offset + slot.span]
+            if slot.wide:
+                values = values.view(torch.float32)
+            views[slot.name] = values.view(slot.shape)
+        return views
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Decode a record that is not stored in the compute dtype.
@@ -295,7 +307,7 @@ class Record:
             self.frozen.decode(payload, self.decayed, flat)
             return
         for slot, stored in self.stored_parameters(payload):
-            values = flat[slot.offset : slot.offset + slot.numel]
+            values = flat[slot.offset : slot.offset + slot.span]
             if slot.compressed is None:
                 values.copy_(stored.view(flat.dtype))
             else:
@@ -305,7 +317,7 @@ class Record:
         """Yield each parameter with its bytes in ``payload``, for :attr:`FrozenDtype.CHECKPOINT`."""
         position = 0
         for slot in self.parameters:
-            plain = slot.numel * self.precision.parameter_bytes
+            plain = slot.span * self.precision.parameter_bytes
             nbytes = plain if slot.compressed is None else slot.compressed.nbytes
             yield slot, payload[position : position + nbytes]
             position += slot.stored_nbytes(self.precision.dtype)
@@ -320,6 +332,7 @@ class Record:
         held = [slot.name for slot in self.parameters if not slot.trained]
         experts = {slot.names[0]: list(slot.experts) for slot in self.parameters if slot.experts is not None}
         compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
+        wide = [slot.name for slot in self.parameters if slot.wide]
         return {
             "name": self.name,
             "kind": self.kind.value,
@@ -329,6 +342,7 @@ class Record:
             "frozen": self.frozen.value,
             "parameters": [[list(slot.names), list(slot.shape), slot.decay] for slot in self.parameters],
             **({"held": held} if held else {}),
+            **({"wide": wide} if wide else {}),
             **({"experts": experts} if experts else {}),
             **({"compressed": compressed} if compressed else {}),
         }

@@ -83,6 +83,7 @@ class ParameterSlot:
     experts: tuple[int, int] | None = None  # `[first, last)` of the parameter's experts, in a piece
     all_experts: int = 0  # Number of the parameter's experts, where :attr:`experts` is given
     activity: float = 1.0  # Fraction of the tokens that it is multiplied with, on average
+    wide: bool = False  # Whether it is fp32 in a record of bf16, where each number takes two elements
 
     @property
     def name(self) -> str:
@@ -98,11 +99,17 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
+        """Return how many numbers the parameter has."""
         return math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Return how many elements of the record it takes."""
+        return self.numel * (2 if self.wide else 1)
 
     def stored_nbytes(self, dtype: torch.dtype) -> int:
         """Return the bytes in a record of the checkpoint's bytes, or in ``dtype`` if not compressed."""
-        nbytes = self.numel * dtype.itemsize if self.compressed is None else self.compressed.nbytes
+        nbytes = self.span * dtype.itemsize if self.compressed is None else self.compressed.nbytes
         return round_up(nbytes, ALIGN_ELEMENTS)
 
 

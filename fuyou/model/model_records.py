@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -15,7 +16,7 @@ from common.models.adapters.memory import AdapterMemory, adapter_memory
 from common.models.attention.memory import AttentionMemory
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.flops import visited_shares
-from common.models.structure import decayed_parameters, fp32_parameters, parameter_names
+from common.models.structure import decayed_parameters, parameter_names
 from common.models.vision import image_memory, tower_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout, no_bytes
@@ -71,6 +72,7 @@ class _Records:
     frozen: FrozenDtype
     compressed: Mapping[str, CompressedParameter]
     shares: Mapping[str, float]
+    wide: frozenset[str]  # First names of the parameters that are fp32 although the others are bf16
     made: list[Record] = field(default_factory=list)
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
@@ -81,6 +83,12 @@ class _Records:
             names = [names[0] for names, *_ in group.frozen]
             compressed = {name: self.compressed[name] for name in names if name in self.compressed}
             frozen = frozen if compressed else FrozenDtype.PLAIN
+        wide = sorted(name for names, *_ in group.frozen or group.trained if (name := names[0]) in self.wide)
+        if wide and not group.frozen:
+            raise UserError(
+                f"This family keeps {wide[0]} in fp32, which training all weights in bf16 would round: train adapters "
+                "(--lora-rank), or all weights with --dtype fp32."
+            )
         return self._add(
             name,
             kind,
@@ -89,6 +97,7 @@ class _Records:
             trainable=not group.frozen,
             frozen=frozen,
             held=group.held,
+            wide=wide,
             compressed=compressed,
         )
 
@@ -127,18 +136,18 @@ def model_records(
     Raises:
         UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
     """
-    kept = fp32_parameters(stack.model)
-    if kept and precision.split:
-        raise UserError(
-            f"{type(stack.model).__name__} insists on fp32 for {len(kept)} parameters ({kept[0]}, ...): train it with "
-            "--dtype fp32."
-        )
     if not any(parameter.requires_grad for parameter in stack.model.parameters()):
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
-    records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model))
-    made = _build_layout(_group_parameters(stack), records, precision)
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, kinds)]
+    # Adapters, which are fp32 and trained, have records of fp32.
+    wide = frozenset(
+        name
+        for name, parameter in stack.model.named_parameters()
+        if precision.split and parameter.dtype == torch.float32 and not (adapted and parameter.requires_grad)
+    )
+    records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model), wide)
+    made = _build_layout(_group_parameters(stack, wide), records, precision)
     prefix = f"{stack.block_prefix}."
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
@@ -154,7 +163,7 @@ def model_records(
     )
 
 
-def _group_parameters(stack: StreamedModel) -> _Groups:
+def _group_parameters(stack: StreamedModel, wide: frozenset[str]) -> _Groups:
     groups = _Groups([_Group() for _ in stack.blocks])
     towers = set(tower_parameters(stack.model))
     prefix, decayed = f"{stack.block_prefix}.", decayed_parameters(stack.model)
@@ -168,7 +177,9 @@ def _group_parameters(stack: StreamedModel) -> _Groups:
         else:
             sides = {stack.runs_before_blocks(name) for name in names}
             group = groups.both if len(sides) == 2 else groups.before if True in sides else groups.after
-        decays = names[0] in decayed if parameter.requires_grad else is_matrix(names[0], shape)
+        # Of what is frozen, matrices come first: they may be stored in fewer bits.
+        matrix = is_matrix(names[0], shape) and names[0] not in wide
+        decays = names[0] in decayed if parameter.requires_grad else matrix
         (group.trained if parameter.requires_grad else group.frozen).append((names, shape, decays))
     groups.blocks = [group.with_held() for group in groups.blocks]
     return groups

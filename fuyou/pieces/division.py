@@ -149,7 +149,7 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
     pieces, orders = [], []
     for layer, (index,) in enumerate(shape.blocks):
         record = shape.records[index]
-        sizes = {slot.name: slot.numel * record.precision.parameter_bytes for slot in record.parameters}
+        sizes = {slot.name: slot.span * record.precision.parameter_bytes for slot in record.parameters}
         cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
         pieces.append(cut)
         orders.append(find_order(stack, layer, cut))

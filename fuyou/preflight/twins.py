@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from common.models.adapters.options import ALL_LINEAR
 from common.models.adapters.targets import unmatched_entries
-from common.models.meta_model import build_meta_model
+from common.models.meta_model import build_meta_model, widen_kept
 from common.models.miniature import TOKENS, VOCABULARY
 from common.models.task_type import TaskType, task_type_of
 from common.randomness import own_random_numbers
@@ -82,7 +82,9 @@ class MemoryTwin:
             if hasattr(part, "output_router_logits"):
                 part.output_router_logits = getattr(asked, "output_router_logits", False)
         with own_random_numbers(1):
-            model: nn.Module = type(self._plain)._from_config(config, dtype=self._dtype)
+            built = type(self._plain)._from_config(config, dtype=self._dtype)
+        widen_kept(built)
+        model: nn.Module = built
         if self.adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(self.adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
