@@ -34,6 +34,7 @@ from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
+from common.models.structure import fp32_parameters
 from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fcdp.fsdp2 import row_range
 from fcdp.shard import fully_shard
@@ -100,6 +101,11 @@ class ClusterModel:
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
+        if dtype != torch.float32 and (kept := fp32_parameters(meta)):  # FSDP2 casts all that it gathers to one dtype
+            raise UserError(
+                f"This family keeps {kept[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
+                "with --lora-rank to train adapters out of core."
+            )
         router_loss = find_router_loss(meta, options.router_loss)
         stack = StreamedModel(meta, torch.device("cpu"))
         source = CheckpointSource(checkpoint, meta) if checkpoint else RandomSource(meta, options.seed)

@@ -163,7 +163,7 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], ssd, None)
 
 
-def predict(one: Configuration, ssd: Sequence[Path]) -> tuple[Plan, tuple[float, ...]]:
+def predict(one: Configuration, ssd: Sequence[Path]) -> tuple[Plan, tuple[tuple[float, float], ...]]:
     """Profile and plan; return also the FLOPs in which each chunk attends to those before it."""
     job = describe_training(
         one.config, one.batch, one.seq_len, micro_batch=one.micro_batch, chunk=one.chunk,
@@ -179,7 +179,7 @@ def run(
     ssd: Sequence[Path],
     chosen: Plan,
     steps: int,
-    chunk_flops: tuple[float, ...] = (),
+    chunk_flops: tuple[tuple[float, float], ...] = (),
     **options: Any,
 ) -> list[float]:
     """Seconds of each step after two that fill the pipeline; ``options``: more of the engine's."""

@@ -23,7 +23,7 @@ from fuyou.model.recompute.policy import (
 from fuyou.optimizer.clipping import UpdatePolicy
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
-from fuyou.planner.roofline import LOSS_BYTES, attention_rate, block_seconds
+from fuyou.planner.roofline import ATTENTION_BACKWARD, LOSS_BYTES, block_seconds
 from fuyou.planner.simulator import SteadyState, TaskRates, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -147,16 +147,24 @@ class Evaluator:
             return self.job.seq_len
 
     @cached_property
-    def _chunk_flops(self) -> tuple[float, ...]:
-        """Return the FLOPs in which each chunk attends to earlier ones, on average over blocks, as tasks count them."""
+    def _chunk_flops(self) -> tuple[tuple[float, float], ...]:
+        """Return the FLOPs in which each chunk attends to earlier ones, on average over blocks, as tasks count them.
+
+        Of a block's forward pass and its backward pass, which computes the forward pass once more.
+        """
         job, tokens = self.job, self._columns
         if tokens == job.seq_len or self.trace is None:
             return ()
         counted = 2 * job.block_parameters / len(job.shape.blocks) * tokens / self.trace.flops()
-        if self.machine.compute is not None:  # attention has a separate rate, at which chunks attend to earlier ones
-            counted = self.rates.flops_per_second / attention_rate(self.machine.compute.flash2)
+        forward, backward = counted, (1 + ATTENTION_BACKWARD) * counted
+        if self.machine.compute is not None:  # attention has separate rates, at which chunks attend to earlier ones
+            kernel, rates = self.machine.compute.flash2, self.rates
+            assert rates.backward_flops_per_second is not None
+            forward = rates.flops_per_second / kernel.forward
+            seconds = 1 / kernel.forward + ATTENTION_BACKWARD / kernel.backward
+            backward = rates.backward_flops_per_second * seconds
         flops = chunk_attention_flops(job.stack, job.seq_len, tokens)
-        return tuple(counted * each for each in flops)
+        return tuple((forward * each, backward * each) for each in flops)
 
     @cached_property
     def trace(self) -> BlockTrace | None:

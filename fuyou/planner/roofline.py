@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.hardware.compute_rates import AttentionRates, ComputeRates
+from common.hardware.compute_rates import ComputeRates
 from common.models.attention import chunked
 from fuyou.model.recompute.block_trace import BlockTrace
 
@@ -67,11 +67,6 @@ def _grown(whole: float, half: float, rows: int) -> float:
     """Return the amount for ``rows`` rows, from those of one row and of half of its tokens."""
     constant = min(max(2 * half - whole, 0.0), whole)
     return constant + rows * (whole - constant)
-
-
-def attention_rate(kernel: AttentionRates) -> float:
-    """Return the mean FLOPs per second of attention that runs forward twice and backward once."""
-    return (2 + ATTENTION_BACKWARD) / (2 / kernel.forward + ATTENTION_BACKWARD / kernel.backward)
 
 
 def _is_attention(operator: _Work) -> bool:

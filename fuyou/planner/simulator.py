@@ -443,7 +443,7 @@ def simulate(
     recomputation: Recomputation = FULL_RECOMPUTATION,
     clipped: bool | None = None,
     direct_reads: bool = False,
-    chunk_flops: tuple[float, ...] = (),
+    chunk_flops: tuple[tuple[float, float], ...] = (),
 ) -> SteadyState:
     """Simulate steps of a model with a memory plan until they repeat.
 

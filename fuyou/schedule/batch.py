@@ -85,8 +85,8 @@ class BatchShape:
     reference: bool = False  # Whether micro-batches also pass without adapters, as a reference
     together: int | None = None  # Micro-batches that go through a block in pieces together in a forward pass; None: all
     chunks: int = 1  # Chunks that each row passes in: micro-batches are chunks of one row, then of the next
-    # FLOPs in which each chunk attends to those before it, in a block's forward pass; empty: not counted
-    chunk_flops: tuple[float, ...] = ()
+    # FLOPs in which each chunk attends to those before it, in a block's forward and backward pass; empty: not counted
+    chunk_flops: tuple[tuple[float, float], ...] = ()
 
     def micro_batches_of(self, visit: Visit) -> range:
         """Return the numbers of a visit's micro-batches; those of the reference come last."""
@@ -96,10 +96,11 @@ class BatchShape:
         return micros[::-1] if self.chunks > 1 and visit.phase is Phase.BLOCK_BACKWARD else micros
 
     def attention_flops(self, phase: Phase, micro: int) -> float:
-        """Return the FLOPs in which a chunk attends to those before it: a backward pass takes 5 products and the
-        forward pass again, which is 2."""
-        factor = {Phase.BLOCK_FORWARD: 1.0, Phase.BLOCK_BACKWARD: 3.5}.get(phase, 0.0)
-        return factor * self.chunk_flops[micro % self.chunks] if self.chunk_flops else 0.0
+        """Return the FLOPs in which a chunk attends to those before it."""
+        if phase not in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) or not self.chunk_flops:
+            return 0.0
+        forward, backward = self.chunk_flops[micro % self.chunks]
+        return forward if phase is Phase.BLOCK_FORWARD else backward
 
     def is_reference(self, micro: int | None) -> bool:
         return micro is not None and micro >= self.micro_batches

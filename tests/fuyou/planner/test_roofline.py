@@ -3,10 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from common.hardware.compute_rates import AttentionRates, ComputeRates
+from common.models.adapters.options import AdapterOptions
 from fuyou.layout.model_layout import Phase
-from fuyou.planner.roofline import attention_rate, block_seconds
+from fuyou.model.recompute.policy import chunk_attention_flops
+from fuyou.planner import describe_training
+from fuyou.planner.evaluate import Evaluator
+from fuyou.planner.machine import Machine
+from fuyou.planner.roofline import block_seconds
 from fuyou.planner.simulator import TaskRates
 
 RATES = ComputeRates(100e12, 50e12, {"flash2": AttentionRates(40e12, 20e12)}, 1e12)
@@ -40,8 +46,21 @@ def test_small_products_take_as_long_as_their_bytes():
     assert seconds.forward == pytest.approx(3.0)
 
 
-def test_chunks_attend_at_the_mean_rate_of_both_passes():
-    assert attention_rate(RATES.flash2) == pytest.approx(4.5 / (2 / 40e12 + 2.5 / 20e12))
+@pytest.mark.parametrize("targets", ["q_proj", "all-linear"])
+def test_chunks_attend_at_the_rates_of_attention_whatever_is_adapted(targets):
+    """The rest of a block, which adapters make slower, has no part in it."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    adapters = AdapterOptions(2, targets=(targets,)).peft_config()
+    job = describe_training(config, 1, 128, adapters=adapters, chunk=32)
+    slow = TaskRates(1e12, 1, 1, 1, 1, 1)
+    evaluator = Evaluator(job, Machine("a GPU", "a drive", slow, 1 << 30, 1 << 30, compute=RATES))
+    rates, counted = evaluator.rates, chunk_attention_flops(job.stack, 128, 32)
+    for flops, (forward, backward) in zip(counted, evaluator._chunk_flops, strict=True):
+        assert forward / rates.flops_per_second == pytest.approx(flops / 40e12)
+        assert backward / rates.backward_flops_per_second == pytest.approx(flops / 40e12 + 2.5 * flops / 20e12)
 
 
 @pytest.mark.parametrize(("phase", "host"), [(Phase.BLOCK_FORWARD, 0.002), (Phase.BLOCK_BACKWARD, 0.006)])
