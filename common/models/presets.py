@@ -93,6 +93,10 @@ def _check_files(directory: Path) -> None:
             raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
+# Keys of a config.json that are no fields of a configuration: its class is known, and its directory is this one.
+_NOT_FIELDS = ("model_type", "auto_map", "_name_or_path")
+
+
 def _read_directory(directory: Path) -> PreTrainedConfig:
     _check_files(directory)
     try:
@@ -100,7 +104,7 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
         check_counts(fields, str(directory / "config.json"))
         kind = _known_kind(fields)
         if kind is not None:
-            known = {name: value for name, value in fields.items() if name not in ("model_type", "auto_map")}
+            known = {name: value for name, value in fields.items() if name not in _NOT_FIELDS}
             return AutoConfig.for_model(kind, **known, _name_or_path=os.fspath(directory))
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except UserError:

@@ -1,6 +1,7 @@
 """Running blocks without their weights, to learn what they return and what they leave for each other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class BlockProbe:
         before = dict(shared or {})
         args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs), is_leaf=lambda leaf: leaf is shared)
         try:
-            with on_meta(block), torch.no_grad(), GroupedShapes():
+            with _entries_on_meta(shared), on_meta(block), torch.no_grad(), GroupedShapes():
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
         except Exception:  # a family's code may fail in any way without values, or with its own tensors
             result = _on_device(block, hidden, *tree_map_only(torch.Tensor, to_device, calls.arguments[index]))
@@ -64,6 +65,22 @@ class BlockProbe:
         for name, entry in (shared or {}).items():
             if name not in before or before[name] is not entry:
                 self.left += [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _entries_on_meta(shared: MutableMapping[Any, Any] | None) -> Iterator[None]:
+    """Put what a shared dictionary holds on the meta device while a block runs; what the block leaves there stays."""
+    if shared is None:
+        yield
+        return
+    before = dict(shared)
+    without_values = tree_map_only(torch.Tensor, lambda value: value.to("meta"), before)
+    shared.update(without_values)
+    try:
+        yield
+    finally:
+        untouched = [name for name, entry in without_values.items() if shared.get(name) is entry]
+        shared.update({name: before[name] for name in untouched})
 
 
 class GroupedShapes(TorchDispatchMode):

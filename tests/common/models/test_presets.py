@@ -78,6 +78,7 @@ def test_an_unknown_type_of_a_known_class(tmp_path):
     published = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "_name_or_path": "a directory of its authors",
         "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 163584,
         "eos_token_id": 163585, "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
         "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,

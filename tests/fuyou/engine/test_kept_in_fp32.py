@@ -13,6 +13,7 @@ from common.models.miniature import miniature
 from common.models.structure import fp32_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.record import Kind, Precision, Record
+from fuyou.planner import describe_training
 from tests.helpers.adapters import InMemory, compare, train
 from tests.helpers.engines import batches, directories
 from tests.helpers.engines import engine as plain_engine
@@ -34,6 +35,16 @@ def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = miniature(CONFIG_MAPPING[family]())
     config.vocab_size = 256
     return saved(tmp_path_factory.mktemp("checkpoints") / family, config)
+
+
+def test_blocks_that_share_a_dictionary_run_without_values(
+    checkpoint: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4 passes a dictionary of rotary embeddings; on a device, its blocks would take minutes."""
+    on_device = list[object]()
+    monkeypatch.setattr("fuyou.model.blocks.probe._on_device", lambda block, *_: on_device.append(block))
+    describe_training(checkpoint, 1, 32, precision=Precision(torch.bfloat16), adapters=lora(family))
+    assert not on_device
 
 
 def lora(family: str) -> LoraConfig:
