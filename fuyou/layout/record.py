@@ -9,8 +9,8 @@ A record is trained as a whole or frozen as a whole. A block with both kinds of 
 one, written once when the store is created, and an *adapter record* of all trained parameters in fp32, whether or not
 these are adapters.
 
-Some families keep a few parameters in fp32 whatever the dtype of the rest is (``_keep_in_fp32_modules_strict``). Where
-these are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16.
+Some families keep a few parameters in fp32 for any dtype of the rest (``_keep_in_fp32_modules_strict``). Where these
+are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

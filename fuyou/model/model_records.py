@@ -3,11 +3,10 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -83,7 +82,7 @@ class _Records:
             names = [names[0] for names, *_ in group.frozen]
             compressed = {name: self.compressed[name] for name in names if name in self.compressed}
             frozen = frozen if compressed else FrozenDtype.PLAIN
-        wide = sorted(name for names, *_ in group.frozen or group.trained if (name := names[0]) in self.wide)
+        wide = [names[0] for names, *_ in group.frozen or group.trained if names[0] in self.wide]
         if wide and not group.frozen:
             raise UserError(
                 f"This family keeps {wide[0]} in fp32, which training all weights in bf16 would round: train adapters "
@@ -120,6 +119,7 @@ def model_records(
     precision: Precision,
     frozen: FrozenDtype = FrozenDtype.PLAIN,
     compressed: Mapping[str, CompressedParameter] | None = None,
+    kept: Collection[str] = (),
 ) -> ModelLayout:
     """Divide a model into records, and return its layout.
 
@@ -132,6 +132,7 @@ def model_records(
         precision: dtypes of what is trained.
         frozen: how frozen parameters of blocks are stored.
         compressed: how a compressed checkpoint stores some of them, by name, for :attr:`FrozenDtype.CHECKPOINT`.
+        kept: names of parameters that the family keeps in fp32, whose dtype that is.
 
     Raises:
         UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
@@ -140,12 +141,7 @@ def model_records(
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, kinds)]
-    # Adapters, which are fp32 and trained, have records of fp32.
-    wide = frozenset(
-        name
-        for name, parameter in stack.model.named_parameters()
-        if precision.split and parameter.dtype == torch.float32 and not (adapted and parameter.requires_grad)
-    )
+    wide = frozenset(kept if precision.split else ())
     records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model), wide)
     made = _build_layout(_group_parameters(stack, wide), records, precision)
     prefix = f"{stack.block_prefix}."

@@ -22,6 +22,7 @@ from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.random_source import RandomSource
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.meta_model import build_meta_model
+from common.models.structure import fp32_parameters
 from common.models.task_type import task_type_of
 from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -105,8 +106,15 @@ class OpenModel:
         compressed = self._compressed(frozen)
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
-        records = model_records(self.stack, precision, frozen, compressed)
+        records = model_records(self.stack, precision, frozen, compressed, self._kept_in_fp32())
         self.shape = replace(records, router_experts=experts, images=images)
+
+    def _kept_in_fp32(self) -> set[str]:
+        """Return the names now of the parameters that the family keeps in fp32."""
+        kept = set(fp32_parameters(self.base))
+        if self.adapters is None:
+            return kept
+        return {name for name, before in self.adapters.base_names.items() if before in kept}
 
     def weights(self) -> WeightSource:
         """Return the source of the first values, after checking it and filling the model's buffers from it."""

@@ -87,7 +87,7 @@ def _open_model(folder: Path) -> None:
 
 
 def _open_tokenizer(folder: Path) -> None:
-    choice = ModelChoice(str(folder), "sft", None, ChatTemplate(None, None), folder, 0)  # type: ignore[arg-type]
+    choice = ModelChoice(str(folder), "sft", None, ChatTemplate(None, None), 0)
     Encoder(choice.load_tokenizer())
 
 

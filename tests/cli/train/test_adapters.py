@@ -76,7 +76,7 @@ def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data
 def test_a_run_of_an_earlier_version_keeps_the_targets_that_were_its_default(
     finetune: Finetune, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It adapts routed experts, too, and neither its options nor its commit say so."""
+    """It adapts routed experts, too: its options and its commit do not say that."""
     mixture = small_checkpoint(tmp_path / "mixture", MixtralConfig(**SIZES, num_local_experts=2))
     output = tmp_path / "output"
     command = ("--model", mixture, "--data", data, *COMMON, "--lora-rank", 2, "--output", output, "--no-save")
