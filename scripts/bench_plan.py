@@ -28,7 +28,7 @@ import torch
 from emulated.device import PREFIX, emulated_device
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 
-from common.models.adapters.options import AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.units import parse_bytes
 from fuyou import Engine
 from fuyou.planner import (
@@ -68,7 +68,7 @@ class Configuration:
 
     @property
     def adapters(self) -> AdapterOptions | None:
-        return AdapterOptions(8) if self.experts else None
+        return AdapterOptions(8, targets=(ALL_LINEAR,)) if self.experts else None
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.hardware.compute_rates import MEMORY_PART
 from common.hardware.presets import drive_preset, gpu_preset
-from common.models.adapters.options import AdapterOptions
+from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.models.presets import load_config
 from common.units import parse_bytes
 from fcdp.planner import Cluster, Workload, estimate, load_cluster
@@ -115,7 +115,7 @@ def plan_on_machine(source: dict[str, Any], row: list[Any]) -> HoldOut:
     if source.get("fp16_sums"):
         rates = gpu.compute
         gpu = replace(gpu, compute=replace(rates, dense=2 * rates.dense, experts=2 * rates.experts))
-    adapters = AdapterOptions(rank=lora_rank).peft_config() if lora_rank else None
+    adapters = AdapterOptions(rank=lora_rank, targets=(ALL_LINEAR,)).peft_config() if lora_rank else None
     job = describe_training(
         model_config(model), rows, seq_len, adapters=adapters, commit_every=COMMIT_EVERY, drive_life=0.0
     )
