@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 from cli.job.machine import PlannedRun, device_name, directories_at_hand, plan_at_hand
-from cli.job.outputs import BASE, CHECKPOINTS, FILES, RESULT, Outputs
+from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
+from cli.job.resumed import faults_of_losses
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
@@ -277,6 +278,10 @@ def run_verify(folders: Sequence[str]) -> int:
         with DirectoryLock([folder]):
             files = Outputs.read(folder)
             report(str(folder), f"{counted(len(files.files), 'file')} of its run", _faults(files))
+    for folder in outputs:
+        if folder not in lists and (names := [name for name in ENTRY_POINTS if (folder / name).exists()]):
+            why = f"{folder} holds {names[0]}, and without {folder / RUN} nothing tells whether it is what a run wrote"
+            report(str(folder), "files without a list", [f"{why}: copy that folder back, or do not trust the files."])
     return status
 
 
@@ -304,11 +309,12 @@ def _faults(files: Outputs) -> list[str]:
     if not files.has_list:
         return [
             *description,
-            f"{output / RUN / FILES} is missing or damaged, so nothing of what the run has written can be "
-            f"checked: move its result elsewhere, then finetune export --output {output} writes it again.",
+            f"{output / RUN / FILES} is missing or damaged, or of another run, so nothing of what the run "
+            f"has written can be checked: move its result elsewhere, then finetune export --output {output} writes it "
+            "again.",
         ]
     record, saves = RunRecord.read(output), _saves(output)
-    faults = [*files.strays(saves=saves), *files.faults()]
+    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)]
     if saves and record is not None and record.ended_after is not None and not files.has_result:
         faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
     if faults and (files.faults(RESULT) or not files.has_result):

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from cli.job.outputs import BASE, CHECKPOINTS, FILES, HISTORY_FILE, RESULT, RESULTS, Outputs
-from cli.options.run_record import REPLACED, RUN
+from cli.options.run_record import REPLACED, RUN, read_description
 from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.checkpoint.export import TOKENIZER_FILES
@@ -60,7 +60,8 @@ def check_whole(settings: Settings) -> list[str]:
             outputs = Outputs.read(output)
             if not outputs.has_list:
                 warnings.append(
-                    f"{output / RUN / FILES} is damaged, so changes of {word} since it was written are not seen"
+                    f"{output / RUN / FILES} is missing, damaged, or of another run, so changes of {word} since it was "
+                    "written are not seen"
                 )
                 continue
             faults = {file: sentence for file in outputs.listed(name) if (sentence := outputs.fault(file))}
@@ -78,14 +79,19 @@ def check_whole(settings: Settings) -> list[str]:
 def _written_as(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yield the output directory whose list has the files of a directory, and the name that they have there."""
     with contextlib.suppress(OSError):  # a name that is too long, which others report
-        if (directory / RUN / FILES).exists():
+        if _has_list(directory):
             yield directory, RESULT
             return
         path = directory.resolve()
         for outer in list(path.parents)[:2]:
             name = path.relative_to(outer).as_posix()
-            if (outer / RUN / FILES).exists() and (name == BASE or name.startswith(f"{CHECKPOINTS}/")):
+            if _has_list(outer) and (name == BASE or name.startswith(f"{CHECKPOINTS}/")):
                 yield outer, name
+
+
+def _has_list(output: Path) -> bool:
+    """Return whether a list of what a run has written is there, or was: such a run has an id."""
+    return (output / RUN / FILES).exists() or "id" in read_description(output)
 
 
 def _is_named(file: str, patterns: Sequence[str]) -> bool:

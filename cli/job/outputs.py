@@ -68,9 +68,9 @@ RESULTS = (
     "*model*.bin.index.json", "tf_model*", "flax_model*", *TOKENIZER_FILES,
 )  # fmt: skip
 """Names of what transformers, peft, and the like load from a directory, whether this program writes it or not."""
-_ENTRY_POINTS = (SINGLE, INDEX, ADAPTER, "config.json")  # Without these, the rest is not loaded
+ENTRY_POINTS = (SINGLE, INDEX, ADAPTER, "config.json")  # Without these, the rest is not loaded
 _OWN = (
-    *_ENTRY_POINTS, "generation_config.json", WEIGHTS, "model-*-of-*.safetensors", "tokenizer.json",
+    *ENTRY_POINTS, "generation_config.json", WEIGHTS, "model-*-of-*.safetensors", "tokenizer.json",
     "tokenizer_config.json", "tokenizer.model", *TOKENIZER_FILES[1:],
 )  # fmt: skip
 """Names of what earlier versions wrote, which did not list it. Other files are the user's."""
@@ -106,7 +106,9 @@ class Outputs:
     @classmethod
     def read(cls, directory: Path) -> "Outputs":
         """Return what the run in ``directory`` has listed; that of an earlier version is known by its names."""
-        content = read_json(directory / RUN / FILES)
+        content, id = read_json(directory / RUN / FILES), read_description(directory).get("id")
+        if id and content.get("id", id) != id:
+            content = {}  # the list of another run
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             files = {
                 str(name): (int(size), int(time), str(digest))
@@ -115,7 +117,7 @@ class Outputs:
             outputs = cls(directory, str(content["id"]), str(content["launch"]), files)
             outputs.command = [str(word) for word in content.get("command", ())]
             return outputs
-        outputs = cls(directory, str(read_description(directory).get("id", "")))
+        outputs = cls(directory, str(id or ""))
         if outputs._is_of_earlier_version():
             folders = [path for path in _named(directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(outputs._name(path))]
             for folder in (directory, directory / BASE, *folders):
@@ -159,12 +161,17 @@ class Outputs:
             return f"{path} is a link to {os.readlink(path)}, where nothing is."
         return "" if self._is_intact(file, by_content=True) else f"{path} is not what {what} wrote there."
 
+    def damaged_folders(self) -> list[str]:
+        """Return a sentence for each listed folder, checkpoints and others, that is not as it was listed."""
+        names = dict.fromkeys(file.rpartition("/")[0] for file in self._files if "/" in file)
+        return [sentences[0] for name in names if (sentences := self.faults(name))]
+
     def shadows(self, name: str) -> list[str]:
         """Return a sentence for each file that is not listed, and loaded in place of a listed result or with it."""
         listed = self.listed(name)
-        entries = {file.rpartition("/")[2] for file in listed} & set(_ENTRY_POINTS)
+        entries = {file.rpartition("/")[2] for file in listed} & set(ENTRY_POINTS)
         folder = self.directory / name
-        others = [folder / entry for entry in _ENTRY_POINTS if entry not in entries and (folder / entry).exists()]
+        others = [folder / entry for entry in ENTRY_POINTS if entry not in entries and (folder / entry).exists()]
         return [f"{other} is not from the run that wrote the rest there." for other in others if entries]
 
     def remedy(self, name: str) -> str:
@@ -252,7 +259,8 @@ class Outputs:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             why = "which no run has written there, or which changed since"
             if is_run and not (self._files or self.has_list):
-                why = f"and {RUN}/{FILES}, the list of what the run there has written, is missing or damaged"
+                what = f"{RUN}/{FILES}, the list of what the run there has written"
+                why = f"and {what}, is missing or damaged, or of another run"
             raise UserError(
                 f"{self.directory} holds {names}{more}, {why}: move that elsewhere, or give another --output."
             )
@@ -368,7 +376,7 @@ class Outputs:
             self.write()
             if name == RESULT:
                 files = [str(file.relative_to(folder)) for file in _files_of(folder)]
-                move(folder, target, sorted(files, key=_ENTRY_POINTS.__contains__))
+                move(folder, target, sorted(files, key=ENTRY_POINTS.__contains__))
                 folder.rmdir()
             else:
                 os.replace(folder, target)  # all at once: no part of it is ever seen
@@ -410,7 +418,7 @@ class Outputs:
 
     def _remove(self, files: Iterable[str]) -> None:
         """Take files from the list, and remove them durably if they are intact; first what others load the rest by."""
-        files = sorted(files, key=lambda file: Path(file).name not in _ENTRY_POINTS)
+        files = sorted(files, key=lambda file: Path(file).name not in ENTRY_POINTS)
         for file in files:
             if self._is_intact(file):
                 (self.directory / file).unlink()

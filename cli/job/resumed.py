@@ -13,14 +13,18 @@ from typing import Any
 import click
 
 from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
-from cli.job.outputs import RESULT, Outputs
+from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
 from cli.options.command import parse_command_line
 from cli.options.config_file import REMOVED, options_in_files, plain_options
+from cli.options.loss_sum import LossSum
 from cli.options.run_record import (
     COMMITS,
+    METRICS,
     OPTIONS,
     OUTPUT,
+    RUN,
     RunRecord,
+    committed_user_state,
     newest_in_memory,
     replaced_stores,
     store_places,
@@ -55,7 +59,7 @@ def peft_digest(settings: Settings) -> str | None:
 _CONTENT: dict[str, Callable[[Settings], str | None]] = {"adapter": adapter_digest, "peft_config": peft_digest}
 # What may differ where options are compared by the content of what they name.
 _BY_CONTENT = {
-    "--data": "other or changed texts, or another tokenizer",
+    "--data": "other or changed texts or images, or another tokenizer",
     **{spelled(name): "other or changed adapters" for name in _CONTENT},
 }
 
@@ -106,6 +110,16 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
         )
 
 
+def faults_of_losses(output: Path) -> list[str]:
+    """Return a sentence for each file of losses whose lines are not those of the steps that the run has committed."""
+    record = RunRecord.read(output)
+    places = [] if record is None else [Path(place.path) for place in record.places if place.is_there()]
+    state = committed_user_state(places)
+    losses = LossSum.committed(state) if state.get(OUTPUT) == str(output.resolve()) else None
+    files = [] if losses is None else [output / HISTORY_FILE, output / RUN / METRICS]
+    return [f"{file} {fault}." for file in files if losses is not None and (fault := losses.fault(file))]
+
+
 def decided(settings: Settings, checks: bool = True) -> Settings:
     """Return settings in which ``--resume auto`` has become ``--resume``, or nothing where there is no run.
 
@@ -125,6 +139,9 @@ def decided(settings: Settings, checks: bool = True) -> Settings:
     if checks and settings.show_data is None:
         if settings.resume == "auto" and earlier.is_finished(settings):
             print(f"finished after step {earlier.ended_after:,}: {settings.output_directory}", flush=True)
+            damage = [*Outputs.read(earlier.output).damaged_folders(), *faults_of_losses(earlier.output)]
+            for sentence in damage:
+                print(f"damaged  {sentence.removesuffix('.')}", flush=True)
             raise click.exceptions.Exit(0)
         earlier.check_start(settings)
     if settings.resume != "auto":

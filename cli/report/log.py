@@ -15,6 +15,7 @@ from typing import Any
 
 from cli.job.job import Job
 from cli.job.outputs import FILES, HISTORY_FILE
+from cli.options.loss_sum import LossSum
 from cli.options.run_record import (
     CONFIG,
     DESCRIPTION,
@@ -189,11 +190,17 @@ def _step(line: str) -> float:
 class MetricsLogger:
     """Writes every step to ``losses.jsonl`` and ``run/metrics.jsonl``, and shows progress. Rank 0 only.
 
-    ``last`` is the result and learning rate of the last step ``done``, which a killed process may not have logged.
+    ``last`` is the result and learning rate of the last step ``done``, which a killed process may not have logged;
+    ``losses`` is the hash over the losses of the steps that are done.
     """
 
     def __init__(
-        self, job: Job, done: int, plan: Mapping[str, Any], last: tuple[StepResult, float] | None = None
+        self,
+        job: Job,
+        done: int,
+        plan: Mapping[str, Any],
+        last: tuple[StepResult, float] | None = None,
+        losses: LossSum | None = None,
     ) -> None:
         self._outputs, path = job.outputs, job.output / RUN
         self._files = open_run_directory(job, done, plan)
@@ -210,6 +217,9 @@ class MetricsLogger:
             known = history.steps | ({done} if last is not None else set())
             if missing := spans(step for step in range(1, done + 1) if step not in known):
                 self.say(f"gap      {name} has no lines for {missing}: it is older than the run's store, or damaged")
+            elif losses is not None and losses.is_of_another(job.output / name):
+                steps = spans(range(losses.since + 1, losses.step + 1))
+                self.say(f"changed  {name} has other losses than this run for {steps}: it is of another run, or edited")
 
     def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:
         """Log a step with the metrics of what it took, and show it with ``text``.

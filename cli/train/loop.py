@@ -15,6 +15,7 @@ import torch
 from cli.job.job import Job, TrainedModel
 from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
 from cli.job.resumed import check_files
+from cli.options.loss_sum import LossSum
 from cli.options.run_record import METRICS, RUN
 from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
@@ -110,13 +111,15 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
     _begin(job, trainer, process.is_rank0)
+    losses = _losses_until(done, trainer)
     tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
     summary = Summary(tokens, flops_per_token)
     with contextlib.ExitStack() as stack:
         logger = None
         if process.is_rank0:
-            logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step))
+            logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step, losses))
         after = AfterStep(job, trainer, process, logger)
+        losses.put(model.user_state)  # which AfterStep reads as it was committed
         steps = range(done + 1, 1 if job.export else job.steps + 1)
         if not job.export:
             after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
@@ -131,6 +134,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
             with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
                 result = trainer.train_step(batch, lr)
+            losses = losses.add(step, result.loss, result.grad_norm, lr)
+            losses.put(model.user_state)
             if step == 1 and result.grad_norm == 0:
                 raise UserError(
                     "The gradient of the first step is exactly 0 for everything that is trained, so the run would "
@@ -182,6 +187,16 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     elif not job.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
+
+
+def _losses_until(done: int, trainer: Trainer) -> LossSum:
+    """Return the hash over the losses of the steps that are ``done``; the last one may have been committed before it
+    was added. A run of an earlier version begins with the next step."""
+    losses = LossSum.committed(trainer.model.user_state)
+    if losses is not None and losses.step == done - 1 and trainer.last_step is not None:
+        result, lr = trainer.last_step
+        losses = losses.add(done, result.loss, result.grad_norm, lr)
+    return losses if losses is not None and losses.step == done else LossSum(done, done)
 
 
 def _begin(job: Job, trainer: Trainer, is_rank0: bool) -> None:
@@ -290,8 +305,12 @@ class AfterStep:
         lost, and those in the commit."""
         job, model = self._job, self._trainer.model
         losses = read_evaluations(job.output / RUN / METRICS, model.step_count)
-        for step, loss in model.user_state.get(_EVALUATIONS, ()):
-            losses[step] = math.nan if loss is None else loss
+        committed = {step: math.nan if loss is None else loss for step, loss in model.user_state.get(_EVALUATIONS, ())}
+        if not self._is_ours(losses, committed):
+            losses = {}
+            if self._process.is_rank0:
+                self._say(f"changed  {RUN}/{METRICS} has other evaluations than this run: those of its commit count")
+        losses |= committed
         digest = getattr(job.held_out, "digest", "")
         before, since = model.user_state.get(_HELD_OUT, [digest, 0])
         if before != digest:
@@ -300,6 +319,17 @@ class AfterStep:
                 print("changed  the held-out data: earlier evaluations are not compared with later ones", flush=True)
         model.user_state[_HELD_OUT] = [digest, since]
         return {step: loss for step, loss in losses.items() if step >= since}
+
+    def _is_ours(self, losses: dict[int, float], committed: dict[int, float]) -> bool:
+        """Return whether the evaluations in the run's file can be those of which the best is ``committed``."""
+        noted = LossSum.committed(self._trainer.model.user_state)
+        if noted is not None and noted.is_of_another(self._job.output / RUN / METRICS):
+            return False
+        if not committed:
+            return True
+        known = {step: loss for step, loss in losses.items() if step <= max(committed)}
+        is_same = all(str(known.get(step, loss)) == str(loss) for step, loss in committed.items())
+        return is_same and best_of(committed | known)[0] == best_of(committed)[0]
 
     def _note_evaluations(self) -> None:
         """Have the next commit hold the best evaluation, and those after it that ``--patience`` counts."""

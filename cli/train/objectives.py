@@ -1,5 +1,6 @@
 """Training and evaluating with an objective other than the engine's own loss, and the reference of some."""
 
+import hashlib
 import importlib
 import time
 import zipfile
@@ -127,10 +128,13 @@ class ReferencePass:
         lacking, base = [], reference_identity(job, self.engine.base_identity)
         for batches, steps, path in _compared(job):
             batches.reference = self._read(path, batches, steps, base) if self.engine.step_count else None
+            if batches.reference is not None:
+                self._check_noted(path, batches, batches.reference)
             have = self.ranks.sum([float(batches.reference is not None)])[0]
             if have < self.ranks.world_size:
                 lacking.append((batches, steps, path))
         if not lacking:
+            self._note(job)
             return
         # Once trained, a model is no longer its reference; without new adapters, which began as no change, it still is.
         begun = self.engine.step_count > 0
@@ -149,6 +153,25 @@ class ReferencePass:
         with self.engine.disable_adapters() if begun else nullcontext():
             for batches, steps, path in lacking:
                 batches.reference = self._computed(batches, job, steps, path)
+        self._note(job)
+
+    def _note(self, job: Job) -> None:
+        """Have the next commit hold a hash of the numbers, so that those of another run are noticed."""
+        self.engine.user_state[_NOTED] = {
+            path.name: [batches.digest, steps, _sum_of(batches, batches.reference, steps)]
+            for batches, steps, path in _compared(job)
+            if batches.reference is not None
+        }
+
+    def _check_noted(self, path: Path, batches: PackedBatches, table: np.ndarray) -> None:
+        noted = self.engine.user_state.get(_NOTED, {}).get(path.name)
+        if noted is None or noted[0] != batches.digest:  # an earlier version, or other held-out data
+            return
+        if _sum_of(batches, table, noted[1]) != noted[2]:
+            raise UserError(
+                f"{path} has other log-probabilities than those that this run was compared with: it is of another run, "
+                "or edited. Put the run's own file back, or begin a new run with --overwrite."
+            )
 
     def extend(self, job: Job) -> None:
         """Add to the files what more steps need. The engine has the model before training."""
@@ -191,6 +214,16 @@ class ReferencePass:
     def _read(self, path: Path, batches: PackedBatches, steps: int, base: str) -> np.ndarray | None:
         table = _stored(path, batches, base)
         return table if table is not None and _has_all(table, batches, steps) else None
+
+
+_NOTED = "reference"  # Key in a commit's user state: of each file, digest of the data, steps, and hash of their numbers
+
+
+def _sum_of(batches: PackedBatches, table: np.ndarray, steps: int) -> str:
+    digest = hashlib.sha256()
+    for step in range(min(steps, batches.steps_per_epoch)):
+        digest.update(np.ascontiguousarray(table[batches.row_numbers(step)], dtype=np.float32).tobytes())
+    return digest.hexdigest()[:32]
 
 
 def reference_identity(job: Job, base: str) -> str:

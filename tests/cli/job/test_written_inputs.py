@@ -61,7 +61,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut": ("model.safetensors", cut, "is not what the run wrote there"),
     "lost": ("model.safetensors", Path.unlink, "is missing"),
     "edited": ("config.json", edit, "is not what the run wrote there"),
-    "added": ("model.safetensors.index.json", lambda file: file.write_text("{}"), "is not from the run that wrote"),
+    "added": (
+        "model.safetensors.index.json",
+        lambda file: file.write_text("{}"),
+        "is not from the run that wrote the rest",
+    ),
     "of a checkpoint": ("checkpoints/step-1/model.safetensors", flip, "is not what the run wrote there. To use"),
 }
 
@@ -111,7 +115,7 @@ def test_an_edited_template_is_mentioned(
     assert f"{output / 'tokenizer_config.json'} is not what the run wrote there; it is used as it is" in warning
     (output / "run/files.json").write_text("{")
     unknown = finetune(*line)
-    assert unknown.status == 0 and "files.json is damaged" in unknown.out, unknown.err
+    assert unknown.status == 0 and "files.json is missing, damaged, or of another run" in unknown.out, unknown.err
 
 
 def test_a_damaged_adapter_and_a_damaged_merge(

@@ -147,6 +147,9 @@ def test_a_resumed_run_keeps_its_reference(
     done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "all weights":
         assert done.status == 2 and "or of another model" in done.err
+        np.savez(file, values=content["values"] + 1, digest=content["digest"])
+        done = finetune(*broken, "--steps", "4", "--resume")
+        assert done.status == 2 and "has other log-probabilities" in done.err, "of the same data and model"
         file.unlink()
         done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "new adapters":

@@ -1,0 +1,69 @@
+"""A hash over the losses of a run's steps, which each commit holds: it tells whether a file of losses is the run's."""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+_KEY = "losses"  # In the user state of a commit
+_LOSS, _LOSS_IN_METRICS = "loss", "loss_metrics/global_avg_loss"  # Names of a step's loss in lines of either file
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The hash over the steps after ``since``, up to ``step``."""
+
+    since: int
+    step: int
+    digest: str = ""
+
+    @classmethod
+    def committed(cls, user_state: Mapping[str, Any]) -> "LossSum | None":
+        """Return what a commit has; None where an earlier version has written it."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            since, step, digest = user_state[_KEY]
+            return cls(int(since), int(step), str(digest))
+        return None
+
+    def put(self, user_state: dict[str, Any]) -> None:
+        """Have the next commit hold the hash."""
+        user_state[_KEY] = list(astuple(self))
+
+    def add(self, step: int, loss: float, grad_norm: float, lr: float) -> "LossSum":
+        """Return the hash over one more step, as a line has it: null for what is not finite."""
+        values = [value if math.isfinite(value) else None for value in (loss, grad_norm, lr)]
+        return LossSum(self.since, step, _extended(self.digest, step, values))
+
+    def fault(self, file: Path) -> str:
+        """Return what is wrong with the lines that a file has for these steps, after its name; empty if nothing is."""
+        lines = _lines(file)
+        digest = ""
+        for step in range(self.since + 1, self.step + 1):
+            if step not in lines:
+                return f"has no line for step {step:,}" if file.exists() else "is missing"
+            digest = _extended(digest, step, lines[step])
+        return "" if digest == self.digest else "has other losses than this run"
+
+    def is_of_another(self, file: Path) -> bool:
+        """Return whether a file has lines for all of these steps, with other losses."""
+        return self.fault(file).startswith("has other")
+
+
+def _extended(digest: str, step: int, values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps([digest, step, *values]).encode()).hexdigest()[:32]
+
+
+def _lines(file: Path) -> dict[int, list[Any]]:
+    """Return loss, norm, and learning rate of each step that has a line."""
+    lines = dict[int, list[Any]]()
+    with contextlib.suppress(OSError):
+        for text in file.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                line = json.loads(text)
+                loss = line[_LOSS] if _LOSS in line else line[_LOSS_IN_METRICS]
+                lines[line["step"]] = [loss, line["grad_norm"], line["lr"]]
+    return lines

@@ -1,0 +1,133 @@
+"""Files of another run, or edited ones, in an output do not count as the run's, and are named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.options.loss_sum import LossSum
+from tests.cli.conftest import Finetune
+from tests.helpers.command.histories import history
+
+SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--schedule", "constant")
+EVALUATION = "validation_metrics/loss"
+
+
+@pytest.fixture(scope="module")
+def begun(
+    checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Finetune, Path, float], tuple[Any, ...]]:
+    """Make a run of two steps in a directory, with an evaluation and a checkpoint after each."""
+
+    def make(finetune: Finetune, output: Path, lr: float) -> tuple[Any, ...]:
+        words = ("--model", checkpoint, "--data", data, "--eval-data", data, "--eval-every", 1, "--save-every", 1)
+        line = (*words, *SMALL, "--lr", lr, "--output", output)
+        done = finetune(*line, "--steps", 2)
+        assert done.status == 0, done.err
+        return line
+
+    return make
+
+
+Begun = Callable[[Finetune, Path, float], tuple[Any, ...]]
+
+
+@pytest.mark.slow
+def test_histories_of_another_run_are_named(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    line = begun(finetune, tmp_path / "out", 1e-3)
+    begun(finetune, tmp_path / "other", 1e-2)
+    assert finetune("verify", tmp_path / "out").status == 0
+    for name in ("losses.jsonl", "run/metrics.jsonl"):
+        shutil.copy(tmp_path / "other" / name, tmp_path / "out" / name)
+    finished = finetune(*line, "--steps", 2, "--resume", "auto")
+    verified = finetune("verify", tmp_path / "out")
+    resumed = finetune(*line, "--steps", 3, "--resume")
+    assert verified.status == 1 and resumed.status == finished.status == 0, resumed.err
+    for name in ("losses.jsonl", "run/metrics.jsonl"):
+        assert f"damaged  {tmp_path / 'out' / name} has other losses than this run" in finished.out, finished.out
+        assert f"{tmp_path / 'out' / name} has other losses than this run." in verified.err, verified.err
+        assert f"changed  {name} has other losses than this run for steps 1 to 2" in resumed.out, resumed.out
+    again = finetune(*line, "--steps", 4, "--resume")
+    assert "changed  losses.jsonl" in again.out, "as long as they are there"
+
+
+def test_edited_evaluations_do_not_count(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    line = begun(finetune, tmp_path / "out", 1e-2)
+    metrics = tmp_path / "out/run/metrics.jsonl"
+    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
+    edited = [each | {EVALUATION: 0.1} if EVALUATION in each and each["step"] == 1 else each for each in lines]
+    metrics.write_text("".join(json.dumps(each) + "\n" for each in edited))
+    resumed = finetune(*line, "--steps", 3, "--resume")
+    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, resumed.err
+    best = json.loads((tmp_path / "out/checkpoints/best/evaluation.json").read_text())
+    assert best["step"] == 3 and best["loss"] < min(each[EVALUATION] for each in lines if EVALUATION in each)
+
+
+@pytest.mark.slow
+def test_the_list_of_another_run_does_not_count(finetune: Finetune, begun: Begun, data: Path, tmp_path: Path) -> None:
+    """Nor its weights with it."""
+    output, line = tmp_path / "out", begun(finetune, tmp_path / "out", 1e-3)
+    begun(finetune, tmp_path / "other", 1e-2)
+    for name in ("model.safetensors", "run/files.json"):
+        shutil.copy(tmp_path / "other" / name, output / name)
+    evaluate = ("evaluate", "--data", data, *SMALL[:-2], "--model")
+    for model in (output, output / "checkpoints/step-1"):
+        evaluated = finetune(*evaluate, model)
+        assert "files.json is missing, damaged, or of another run" in evaluated.out, evaluated.out
+    assert "files.json is missing or damaged, or of another run" in finetune("verify", output).err
+    assert finetune(*line, "--steps", 2, "--resume", "auto").status == 2, "it is not finished"
+    (output / "run/files.json").unlink()
+    for model in (output, output / "checkpoints/step-1"):
+        evaluated = finetune(*evaluate, model)
+        assert "files.json is missing, damaged, or of another run" in evaluated.out, evaluated.out
+    shutil.rmtree(output / "run")
+    verified = finetune("verify", output)
+    assert verified.status == 1 and f"{output} holds model.safetensors, and without" in verified.err, verified.err
+
+
+@pytest.mark.slow
+def test_a_finished_run_names_damaged_checkpoints(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    line = begun(finetune, tmp_path / "out", 1e-3)
+    shutil.rmtree(tmp_path / "out/checkpoints/best")
+    weights = tmp_path / "out/checkpoints/step-1/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (tmp_path / "out/losses.jsonl").unlink()
+    finished = finetune(*line, "--steps", 2, "--resume", "auto")
+    assert finished.status == 0 and f"damaged  {weights} is not what the run wrote" in finished.out, finished.out
+    assert f"{tmp_path / 'out/checkpoints/best'}" in finished.out
+    assert f"damaged  {tmp_path / 'out/losses.jsonl'} is missing" in finished.out
+
+
+def test_the_sum_tells_other_losses_from_lost_ones(tmp_path: Path) -> None:
+    losses, file = LossSum(1, 1), tmp_path / "losses.jsonl"
+    assert LossSum.committed({}) is None and not losses.fault(file)
+    losses = losses.add(2, 5.0, 1.0, 1e-3).add(3, float("inf"), 2.0, 1e-3)
+    state: dict[str, Any] = {}
+    losses.put(state)
+    assert LossSum.committed(json.loads(json.dumps(state))) == losses
+    assert losses.fault(file) == "is missing"
+    lines = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert losses.fault(file) == "has no line for step 3" and not losses.is_of_another(file)
+    last = {"step": 3, "loss_metrics/global_avg_loss": None, "grad_norm": 2.0, "lr": 1e-3, "tflops": 0.1}
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last, {"step": 3, EVALUATION: 4.0}]))
+    assert not losses.fault(file)
+    file.write_text(file.read_text().replace("5.0", "5.1"))
+    assert losses.is_of_another(file)
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_its_losses(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    """The last step of a commit may have no line yet, which the next process writes."""
+    line = begun(finetune, tmp_path / "out", 1e-3)
+    for name in ("losses.jsonl", "run/metrics.jsonl"):
+        file = tmp_path / "out" / name
+        lines = [text for text in file.read_text().splitlines() if json.loads(text)["step"] < 2]
+        file.write_text("".join(f"{text}\n" for text in lines))
+    resumed = finetune(*line, "--steps", 3, "--resume")
+    assert resumed.status == 0 and "other losses" not in resumed.out, resumed.out
+    assert [each["step"] for each in history(tmp_path / "out")] == [1, 2, 3]
+    assert finetune("verify", tmp_path / "out").status == 0
