@@ -6,7 +6,7 @@ or ``image``, or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``; 
 URLs or, in Parquet files, bytes.
 
 An index file on disk has a JSON line for each conversation: which of its tokens carry loss, and the names of its
-images, which stay where they are. Its last line has a hash of the file, and counts.
+images, which stay where they are, with a hash of each. Its last line has a hash of the file, and counts.
 """
 
 import base64
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -181,6 +182,33 @@ class ImageRow:
     tokens: int
     where: str  # File and line
     options: dict[str, Any]  # Other arguments of the chat template
+    digests: list[str]  # A hash of each image that is a file
+
+    @property
+    def files(self) -> list[Path]:
+        """The images that are files, in the order of their places."""
+        parts = [part for message in self.messages for part in message["content"] if part.get("type") == "image"]
+        return [Path(part["url"]) for part in parts if not part["url"].startswith("data:")]
+
+    def check_images(self) -> None:
+        """Refuse images that are not those that the data were prepared with.
+
+        Raises:
+            UserError: names the first one.
+        """
+        for file, digest in zip(self.files, self.digests, strict=True):
+            if _digest_of(file) != digest:
+                raise UserError(
+                    f"{self.where}: the image {file} has changed since the data were prepared. Put it back, or begin "
+                    "a new run."
+                )
+
+
+def _digest_of(image: Path) -> str:
+    """Return a hash of what is in a file; empty if it cannot be read, which the processor reports."""
+    with contextlib.suppress(OSError):
+        return hashlib.blake2b(image.read_bytes(), digest_size=8).hexdigest()
+    return ""
 
 
 class ImageEncoder:
@@ -222,7 +250,8 @@ class ImageEncoder:
             counts.longest = max(counts.longest, tokens)
             counts.images += sum(piece["type"] == "image" for message in messages for piece in message["content"])
             edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
-            yield ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, record.where, chat.options)
+            row = ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, record.where, chat.options, [])
+            yield replace(row, digests=[_digest_of(file) for file in row.files])
 
     def _chat(self, record: DataRecord) -> Chat | None:
         """Return the conversation of a record with its images; None if it is empty."""
@@ -259,6 +288,20 @@ class ImageEncoder:
         return values
 
 
+def _check_unchanged(line: bytes, prepared_ns: int) -> None:
+    """Refuse a line of an index that was written before one of its images was changed, or exchanged.
+
+    Raises:
+        ValueError: the index is outdated.
+    """
+    row = ImageRow(**json.loads(line))
+    for file, digest in zip(row.files, row.digests, strict=True):
+        # Tools that copy may keep the time of a change (mtime), but not that of the copy (ctime).
+        changed_ns = max(file.stat().st_ctime_ns, file.lstat().st_ctime_ns)  # a link may be another one now
+        if changed_ns > prepared_ns and _digest_of(file) != digest:
+            raise ValueError(f"{file} has changed")
+
+
 class ImageBatches(Batches):
     """Batches of the conversations in an index file, in rows of ``seq_len`` tokens."""
 
@@ -267,7 +310,10 @@ class ImageBatches(Batches):
         self._pad = padding_id(processor.tokenizer, config.vocab_size)
         self._starts, digest, line = [0], hashlib.blake2b(digest_size=8), b""
         with path.open("rb") as lines:
+            prepared_ns = os.fstat(lines.fileno()).st_mtime_ns
             for following in lines:
+                if line:
+                    _check_unchanged(line, prepared_ns)
                 digest.update(line)
                 line = following
                 self._starts.append(self._starts[-1] + len(line))
@@ -275,6 +321,7 @@ class ImageBatches(Batches):
         digest.update(text)
         if written != digest.hexdigest().encode():
             raise ValueError(f"{path} is not what was written")
+        self._path = path
         self._file, self.digest, header = path.open("rb"), digest.hexdigest(), Counts.parse(text)
         self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
         self.steps_per_epoch, self.stops = -(-header.rows // config.batch_size), header.stops
@@ -309,7 +356,13 @@ class ImageBatches(Batches):
 
     def _read(self, row: int) -> ImageRow:
         self._file.seek(self._starts[row])
-        return ImageRow(**json.loads(self._file.readline()))
+        read = ImageRow(**json.loads(self._file.readline()))
+        try:
+            read.check_images()
+        except UserError:
+            self._path.unlink(missing_ok=True)  # so that a new run prepares the data again
+            raise
+        return read
 
     def close(self) -> None:
         """Close the index file."""

@@ -187,17 +187,48 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     written = index.stat().st_mtime_ns
     again = opened([data], tmp_path)
     assert (again.digest, index.stat().st_mtime_ns) == (digest, written)
+    content = picture.read_bytes()
     picture.write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"line 1 cannot be read any more: .*0.png"):
+    with pytest.raises(UserError, match=r"line 1: the image .*0.png has changed since the data were prepared"):
         again.batch(0)
-    draw(picture, 0)
+    picture.write_bytes(content)
+    assert opened([data], tmp_path).digest == digest
     for at in (20, -20):  # a row, and the counts behind all rows
-        content = bytearray(index.read_bytes())
-        content[at] ^= 1
-        index.write_bytes(content)
-        assert opened([data], tmp_path).digest == digest and index.read_bytes() != content, (
+        damaged = bytearray(index.read_bytes())
+        damaged[at] ^= 1
+        index.write_bytes(damaged)
+        assert opened([data], tmp_path).digest == digest and index.read_bytes() != damaged, (
             "damaged, and not made again"
         )
+
+
+def test_images_that_changed_are_other_data(tmp_path: Path) -> None:
+    """Also where the file of the data has not, by edits, exchanges, and links; another time alone is nothing."""
+    first, second = draw(tmp_path / "0.png", 0), draw(tmp_path / "1.png", 1)
+    records = [chat([{"type": "image", "path": f"{number}.png"}, ASK], "Paris") for number in range(2)]
+    data = write(tmp_path / "data.jsonl", *records)
+    batches = opened([data], tmp_path)
+    digest = batches.digest
+    first.touch()
+    assert opened([data], tmp_path).digest == digest
+
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    with pytest.raises(UserError, match=r"line 1: the image .*0.png has changed .* or begin a new run"):
+        batches.batch(0)
+    swapped = opened([data], tmp_path)
+    swapped.batch(0)
+    assert swapped.digest != digest
+
+    first.unlink()
+    first.symlink_to(second)
+    linked = opened([data], tmp_path)
+    assert linked.digest not in (digest, swapped.digest)
+    draw(second, 2)
+    with pytest.raises(UserError, match="has changed since the data were prepared"):
+        linked.batch(0)
+    opened([data], tmp_path).batch(0)
 
 
 def test_files_with_images_are_distinguished_from_others(tmp_path: Path) -> None:
