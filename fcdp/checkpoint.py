@@ -85,6 +85,14 @@ class Commit:
                 f"{folder} is a commit in format {version}. This version of the program reads format {FORMAT}. "
                 "Continue the run with the version that began it, or begin again with --overwrite."
             )
+        store, known = content.pop("store", ""), (read_sealed(folder.parent / IDENTITY) or {}).get("store", "")
+        step = content.get("step")
+        is_of_another = bool(store and known and store != known)
+        if is_of_another or (step is not None and folder.name != _folder_name(step)):
+            raise UserError(
+                f"{folder} holds step {step}{' of another run' if is_of_another else ''}, and was copied or renamed: "
+                f"move it elsewhere, and put the commit of the run in {folder.parent} back."
+            )
         return content
 
     def load(self, name: str, value: DTensor) -> None:
@@ -183,6 +191,7 @@ class ShardedCheckpoints:
                 pieces.sort(key=lambda piece: piece[2])
                 tensors[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": pieces}
             content = {"step": step, "description": description, "files": files, "tensors": tensors}
+            content["store"] = self.identity()
             # Syncs the folder, too: all files keep their names.
             write_sealed(incomplete / MANIFEST, {"format": FORMAT, **content})
             older = self._steps()
@@ -286,7 +295,7 @@ class ShardedCheckpoints:
         return newest
 
     def _folder(self, step: int) -> Path:
-        return self.directory / f"step-{step}"
+        return self.directory / _folder_name(step)
 
     def _remove(self, step: int) -> None:
         """Remove a commit, which is renamed, and no commit any more, before any of it is deleted."""
@@ -296,6 +305,10 @@ class ShardedCheckpoints:
             folder.rename(away)
         sync_directory(self.directory)
         _empty(away)
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step}"
 
 
 def _write(folder: Path, state: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, int], dict[str, list[Any]]] | None:

@@ -173,6 +173,22 @@ def test_commits_of_other_formats_are_rejected(tmp_path: Path, committed: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["commits.json", "step-9"]
 
 
+def test_commits_of_another_run_and_renamed_ones_are_refused(tmp_path: Path, committed: Path) -> None:
+    """Their checksums are right."""
+    content = read_sealed(committed / "step-4" / MANIFEST)
+    assert content is not None
+    commits = ShardedCheckpoints(tmp_path)
+    commits.begin()
+    for name, store in (("step-4", commits.identity()), ("step-5", commits.identity()), ("step-6", "other")):
+        (tmp_path / name).mkdir()
+        write_sealed(tmp_path / name / MANIFEST, {**content, "store": store, "step": 6 if store == "other" else 4})
+    assert commits.describe(4) == content["description"]
+    with pytest.raises(UserError, match="step-5 holds step 4, and was copied or renamed"):
+        commits.describe(5)
+    with pytest.raises(UserError, match="step-6 holds step 6 of another run, and was copied or renamed"):
+        commits.describe(6)
+
+
 def test_one_run_at_a_time(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "incomplete").mkdir()
     (tmp_path / "incomplete" / "rank-00000.safetensors").touch()
