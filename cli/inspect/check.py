@@ -278,6 +278,8 @@ def run_verify(folders: Sequence[str]) -> int:
         with DirectoryLock([folder]):
             files = Outputs.read(folder)
             report(str(folder), f"{counted(len(files.files), 'file')} of its run", _faults(files))
+        for sentence in faults_of_losses(folder)[1]:  # lost lines, which the run has reported
+            print(f"gap      {sentence.removesuffix('.')}", flush=True)
     for folder in outputs:
         if folder not in lists and (names := [name for name in ENTRY_POINTS if (folder / name).exists()]):
             why = f"{folder} holds {names[0]}, and without {folder / RUN} nothing tells whether it is what a run wrote"
@@ -314,7 +316,7 @@ def _faults(files: Outputs) -> list[str]:
             "again.",
         ]
     record, saves = RunRecord.read(output), _saves(output)
-    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)]
+    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0]]
     if saves and record is not None and record.ended_after is not None and not files.has_result:
         faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
     if faults and (files.faults(RESULT) or not files.has_result):

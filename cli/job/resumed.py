@@ -110,14 +110,19 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
         )
 
 
-def faults_of_losses(output: Path) -> list[str]:
-    """Return a sentence for each file of losses whose lines are not those of the steps that the run has committed."""
+def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
+    """Return sentences about the files of losses, compared with what the run has committed: about those that have the
+    losses of another run, and about those that lack lines."""
     record = RunRecord.read(output)
-    places = [] if record is None else [Path(place.path) for place in record.places if place.is_there()]
-    state = committed_user_state(places)
+    stores = [] if record is None else [Path(store.path) for store in record.places if store.is_there()]
+    state = committed_user_state(stores)
     losses = LossSum.committed(state) if state.get(OUTPUT) == str(output.resolve()) else None
-    files = [] if losses is None else [output / HISTORY_FILE, output / RUN / METRICS]
-    return [f"{file} {fault}." for file in files if losses is not None and (fault := losses.fault(file))]
+    other, gaps = list[str](), list[str]()
+    for file in () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS):
+        assert losses is not None
+        if fault := losses.fault(file):
+            (other if losses.is_of_another(file) else gaps).append(f"{file} {fault}.")
+    return other, gaps
 
 
 def decided(settings: Settings, checks: bool = True) -> Settings:
@@ -139,9 +144,11 @@ def decided(settings: Settings, checks: bool = True) -> Settings:
     if checks and settings.show_data is None:
         if settings.resume == "auto" and earlier.is_finished(settings):
             print(f"finished after step {earlier.ended_after:,}: {settings.output_directory}", flush=True)
-            damage = [*Outputs.read(earlier.output).damaged_folders(), *faults_of_losses(earlier.output)]
-            for sentence in damage:
+            other, gaps = faults_of_losses(earlier.output)
+            for sentence in (*Outputs.read(earlier.output).damaged_folders(), *other):
                 print(f"damaged  {sentence.removesuffix('.')}", flush=True)
+            for sentence in gaps:
+                print(f"gap      {sentence.removesuffix('.')}", flush=True)
             raise click.exceptions.Exit(0)
         earlier.check_start(settings)
     if settings.resume != "auto":

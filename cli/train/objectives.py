@@ -170,7 +170,7 @@ class ReferencePass:
         if _sum_of(batches, table, noted[1]) != noted[2]:
             raise UserError(
                 f"{path} has other log-probabilities than those that this run was compared with: it is of another run, "
-                "or edited. Put the run's own file back, or begin a new run with --overwrite."
+                "or edited. Put the file of this run back, or begin a new run with --overwrite."
             )
 
     def extend(self, job: Job) -> None:

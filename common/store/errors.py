@@ -22,7 +22,9 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
         what += ". The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
     elif error.errno == errno.EROFS:
         what += ". The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
-    return StoreError(what)
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        what += ". Look at its owner, its permissions, and its attributes (lsattr)."
+    return StoreError(what if what.endswith(".") else f"{what}.")
 
 
 @contextmanager

@@ -98,7 +98,8 @@ def test_a_finished_run_names_damaged_checkpoints(finetune: Finetune, begun: Beg
     finished = finetune(*line, "--steps", 2, "--resume", "auto")
     assert finished.status == 0 and f"damaged  {weights} is not what the run wrote" in finished.out, finished.out
     assert f"{tmp_path / 'out/checkpoints/best'}" in finished.out
-    assert f"damaged  {tmp_path / 'out/losses.jsonl'} is missing" in finished.out
+    assert f"gap      {tmp_path / 'out/losses.jsonl'} is missing" in finished.out
+    assert f"gap      {tmp_path / 'out/losses.jsonl'} is missing" in finetune("verify", tmp_path / "out").out
 
 
 def test_the_sum_tells_other_losses_from_lost_ones(tmp_path: Path) -> None:

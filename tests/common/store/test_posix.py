@@ -82,7 +82,13 @@ def test_a_truncated_file_is_reported(file):
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "Free some"), (errno.EIO, "failing"), (errno.EROFS, "read-only"), (errno.EDQUOT, "Free some")],
+    [
+        (errno.ENOSPC, "Free some"),
+        (errno.EIO, "failing"),
+        (errno.EROFS, "read-only"),
+        (errno.EPERM, "permitted. Look at its owner"),
+        (errno.EDQUOT, "Free some"),
+    ],
 )
 def test_rejections_name_place_amount_and_reason(file, monkeypatch, number, words):
     def refuse(*arguments):
