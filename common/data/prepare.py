@@ -71,7 +71,7 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
         )
         names = config.selection.columns
         counts.prompt_columns = [names.get(name, name) for name in ("prompt", "completion")[: 2 if kind is None else 1]]
-        records = noted(config.selection.read(files), counts, None if kind is None else kind.name)
+        records = noted(config.selection.read(files), counts, kind)
         with write_token_file(path, counts) as add:
             if kind is None:
                 packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)

@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from common.errors import UserError
@@ -42,6 +43,7 @@ class DataRecord(NamedTuple):
     values: dict[str, Any]  # Values by column
     file: Path
     position: str  # Where it is in the file: `line 7`, or `record 7` where there are no lines
+    replaced: Mapping[str, Any] = MappingProxyType({})  # Values of columns whose layout --columns fills with others
 
     @property
     def where(self) -> str:

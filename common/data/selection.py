@@ -209,4 +209,5 @@ class RecordSelection:
         layouts = [set(layout) for layout in LAYOUTS if not self.columns.keys().isdisjoint(layout)]
         others = {name for layout in LAYOUTS for name in layout} - set().union(*layouts) if layouts else set()
         rest = {name: value for name, value in values.items() if name not in others | set(self.columns.values())}
-        return record._replace(values={**rest, **taken})
+        replaced = (others | self.columns.keys()) & values.keys() - set(self.columns.values())
+        return record._replace(values={**rest, **taken}, replaced={name: values[name] for name in sorted(replaced)})

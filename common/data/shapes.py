@@ -37,8 +37,10 @@ _QUESTIONS = ("question", "query", "input", "context", "problem")
 TEMPLATE_COLUMNS = ("tools", "functions", "documents", "chat_template_kwargs")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Columns that are read next to any layout's but text.
-_TURNS = ("system", "history", "context", "input", *TEMPLATE_COLUMNS, *MEDIA)
-_PAIR = ("chosen", "rejected", "margin")
+_TURNS = ("system", "history", *TEMPLATE_COLUMNS, *MEDIA)
+# Columns that are looked for in a prompt that is text, which has to hold them.
+_PASSAGES = ("context", "input")
+_PAIR = ("chosen", "rejected")
 _OPENAI = ("input", "preferred_output", "non_preferred_output")
 _CLASSIFIED = ("text", "label")
 
@@ -148,14 +150,18 @@ def layout_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     return there[0] if there else None
 
 
-def columns_read(record: Mapping[str, Any], kind: str | None) -> set[str]:
-    """Return the columns of a record that are read, of ``pairs`` or ``texts``; None: of documents and conversations."""
-    if kind == "texts":
+def columns_read(record: Mapping[str, Any], kind: ItemKind | None) -> set[str]:
+    """Return the columns of a record that are read; without a ``kind``, of documents and conversations."""
+    if kind is not None and kind.name == "texts":
         return set(_CLASSIFIED)
-    if kind == "pairs":
-        return {*_PAIR, *_OPENAI, _prompt_of(record) or "prompt", *_TURNS}
-    layout = layout_of(record) or ()
-    return set(layout) if layout == ("text",) else {*layout, *_TURNS}
+    margin = {"margin"} if kind is not None and kind.classifies else set()
+    if kind is not None and _is_openai(record):
+        return {*_OPENAI, *margin}
+    layout = layout_of(record) or () if kind is None else (_prompt_of(record) or "prompt", *_PAIR, *margin)
+    if layout == ("text",):
+        return set(layout)
+    is_text = layout[:1] == ("instruction",) or (layout[:1] == ("prompt",) and isinstance(record.get("prompt"), str))
+    return {*layout, *_TURNS, *(_PASSAGES if is_text else ())}
 
 
 def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str | None = None) -> Example:
@@ -222,9 +228,9 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Mes
 def _check_context(record: Mapping[str, Any], where: str, prompt: str, asked: str | list[Message]) -> None:
     """Refuse a text next to a prompt that belongs to it, as the passage that a question is about, and is not in it."""
     text = asked if isinstance(asked, str) else asked[0]["content"] if prompt == "instruction" else None
-    for name in ("context", "input"):
+    for name in () if text is None else _PASSAGES:
         value = record.get(name)
-        if text is not None and isinstance(value, str) and value.strip() and value not in text:
+        if isinstance(value, str) and value.strip() and value not in text:
             raise UserError(
                 f"{where} has {name!r}, which {prompt!r} does not hold: write it there, or leave it out. (With "
                 "instruction and output, the text that the instruction is about is 'input'.)"
@@ -276,7 +282,8 @@ def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
     """Return the kind of items that are pairs of answers: two rows, the preferred one first."""
-    return ItemKind("pairs", pairs_of_records, 2, classifies, pad)
+    margins = ("margins",) if classifies else ()
+    return ItemKind("pairs", partial(pairs_of_records, margins=classifies), 2, classifies, pad, margins)
 
 
 def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
@@ -284,7 +291,7 @@ def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
     return ItemKind("texts", partial(classes_of_records, classes=classes), 1, True, pad, tuple(classes.items()))
 
 
-def pairs_of_records(records: Iterable[DataRecord]) -> Iterator[Item]:
+def pairs_of_records(records: Iterable[DataRecord], margins: bool = True) -> Iterator[Item]:
     """Return the preferred and the rejected answer of each record, each with its prompt.
 
     Both are what ``prompt`` and ``completion`` would be: texts, or conversations. Without a prompt, ``chosen`` and
@@ -298,7 +305,7 @@ def pairs_of_records(records: Iterable[DataRecord]) -> Iterator[Item]:
                 f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt, messages, "
                 "conversations, or an instruction, if these do not begin with it."
             )
-        margin = values.get("margin")
+        margin = values.get("margin") if margins else None
         try:
             number = 0.0 if margin is None else float(margin)
         except (TypeError, ValueError, OverflowError):
@@ -345,8 +352,12 @@ def _label(values: Mapping[str, Any], where: str) -> str:
     return str(label)
 
 
+def _is_openai(values: Mapping[str, Any]) -> bool:
+    return set(_OPENAI) <= set(values) and isinstance(values["input"], dict)
+
+
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
-    if not (set(_OPENAI) <= set(values) and isinstance(values["input"], dict)):
+    if not _is_openai(values):
         return values
     return {**values["input"], "chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
 

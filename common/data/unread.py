@@ -6,7 +6,7 @@ from typing import Any
 from common.data.messages import LOSS_SWITCHES
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import columns_read
+from common.data.shapes import ItemKind, columns_read
 from common.errors import UserError
 
 # TRL 1.16: SFTTrainer, DPOTrainer, RewardTrainer, and their earlier names
@@ -20,14 +20,19 @@ _REFERENCES = (
     "ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps", "ref_logps",
     "reference_logps",
 )  # fmt: skip
+# Columns with turns, and keys of the parts of their contents that are read, and of images
+_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_PART = ("type", "text", "value")
+_IMAGE = {"image", "path", "url", "image_url", "bytes"}
+_NOTHING: tuple[Any, ...] = (None, "", [])
 _KTO = ("label", "kto_tag")  # TRL, axolotl, and ms-swift; LLaMA-Factory
 
 
-def noted(records: Iterable[DataRecord], counts: Counts, kind: str | None) -> Iterator[DataRecord]:
+def noted(records: Iterable[DataRecord], counts: Counts, kind: ItemKind | None) -> Iterator[DataRecord]:
     """Yield records, and count the columns that nothing reads.
 
     Args:
-        kind: what the items are, ``pairs`` or ``texts``; None: documents and conversations.
+        kind: what the items are; None: documents and conversations.
 
     Raises:
         UserError: one of these columns changes the training in another tool.
@@ -35,14 +40,31 @@ def noted(records: Iterable[DataRecord], counts: Counts, kind: str | None) -> It
     for record in records:
         read = columns_read(record.values, kind)
         for name, value in record.values.items():
-            if name not in read and value not in (None, "", []):
+            if name not in read and value not in _NOTHING:
                 if why := _refusal(name, value, kind):
                     raise UserError(f"{record.where} has {name!r}, which is not read here: {why}")
+                counts.add_unread(repr(name[:40]))
+            elif name in _TURNS and isinstance(value, list | dict):
+                for key in _keys_of_parts(value):
+                    counts.add_unread(f"{key[:40]!r} of parts")
+        for name, value in record.replaced.items():
+            if value not in _NOTHING:
                 counts.add_unread(repr(name[:40]))
         yield record
 
 
-def _refusal(name: str, value: Any, kind: str | None) -> str:
+def _keys_of_parts(turns: Any) -> Iterator[str]:
+    """Yield the keys of parts of contents, and of their images, that nothing reads."""
+    for turn in turns if isinstance(turns, list) else [turns]:
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        images = [image for part in parts for image in part.values() if isinstance(image, dict)]
+        for part in parts + [image for image in images if _IMAGE.intersection(image)]:
+            known = {*_PART, *_IMAGE, str(part.get("type"))}
+            yield from (str(key) for key, value in part.items() if key not in known and value not in _NOTHING)
+
+
+def _refusal(name: str, value: Any, kind: ItemKind | None) -> str:
     """Return why a column is refused, empty if it may be there."""
     if name in (*LOSS_SWITCHES, "weight", "sample_weight"):
         return 'all records weigh alike. Leave it out, or give turns without loss "weight": 0.'

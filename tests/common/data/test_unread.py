@@ -8,8 +8,9 @@ import pytest
 
 from common.data import DataConfig, open_data
 from common.data.read import DataRecord
-from common.data.selection import RecordSelection
+from common.data.selection import Counts, RecordSelection
 from common.data.shapes import class_kind, columns_read, examples_of_records, pair_kind
+from common.data.unread import noted
 from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer, write_records
 
@@ -93,18 +94,41 @@ class Watched(dict[str, Any]):
     (QUESTION, None),
     ({"instruction": "Capital?", "output": "Paris"}, None),
     ({"prompt": "Capital?", "chosen": "Paris", "rejected": "Rome"}, "pairs"),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:]}, None),
+    ({"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:], "margin": 2.0}, "pairs"),
+    ({"prompt": "Capital?", "chosen": "Paris", "rejected": "Rome", "margin": 2.0}, "margins"),
     ({"text": "Hi", "label": "a"}, "texts"),
 ])  # fmt: skip
 def test_the_columns_that_count_as_read_are_those_that_are_read(values: dict[str, Any], kind: str | None) -> None:
     record = Watched({"score": 1, "ts": 2, **values})
-    kinds = {"pairs": pair_kind(), "texts": class_kind({"a": 0})}
+    kinds = {"pairs": pair_kind(), "margins": pair_kind(classifies=True), "texts": class_kind({"a": 0})}
     read = examples_of_records if kind is None else kinds[kind].items
     list(read([DataRecord(record, Path("data.jsonl"), "line 1")]))
-    listed = columns_read(record, kind)
-    if kind == "pairs":  # a prompt has several names, and OpenAI's layout is looked at first
-        listed -= {"preferred_output", "non_preferred_output"}
+    listed = columns_read(dict(record), kind if kind is None else kinds[kind])
+    if kind in ("pairs", "margins"):  # a prompt has several names
         record.read -= {"messages", "conversations", "instruction"}
     assert record.read == listed
+
+
+def test_texts_next_to_turns_that_are_not_in_them_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """A passage next to a conversation would be left out without a word."""
+    said = described(jsonl({"messages": TURNS[:1] + [{"role": "assistant", "content": "Yo"}], "context": "Long."}),
+                     tmp_path)  # fmt: skip
+    assert "not read: 'context' (1)" in said
+
+
+def test_columns_that_others_replace_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    record = {"prompt": "a", "completion": "b c", "question": "q q", "messages": TURNS, "text": ""}
+    said = described(jsonl(record), tmp_path, None, prompt="question")
+    assert "not read: 'messages' (1), 'prompt' (1)" in said
+
+
+def test_keys_of_parts_that_nothing_reads_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,", "detail": "low"}, "fps": None}
+    given = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "a", "citations": [1]}]}]}
+    counts = Counts()
+    list(noted([DataRecord(given, Path("data.jsonl"), "line 1")], counts, None))
+    assert counts.unread == {"'citations' of parts": 1, "'detail' of parts": 1}
 
 
 def test_questions_and_answers_as_texts_say_how_to_make_them_turns(tmp_path: Path) -> None:
