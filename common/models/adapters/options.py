@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftType
 from safetensors import safe_open
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from common.files import read_text_file
 from common.models.checkpoint.identity import weights_identity
 from common.models.checkpoint.shards import StoredTensor, read_header
@@ -98,6 +98,7 @@ def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config"
         raise UserError(f"{option} {file} is not a configuration that peft can read: {error}") from error
     config.inference_mode = False
     try:
+        _check_known(content, config)
         check_supported(config)
     except UserError as error:
         raise UserError(f"{option} {file}: {error}") from error
@@ -120,7 +121,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "inference_mode"), _SWITCH),
     "bias": ("a word", lambda value: isinstance(value, str)),
     "r": ("a number of at least 1", lambda value: _is_list([value], int) and value >= 1),
-    "lora_alpha": ("a number", lambda value: _is_list([value], float)),
+    "lora_alpha": ("a number other than 0", lambda value: _is_list([value], float) and value != 0),
     "lora_dropout": ("a number from 0 to 1", lambda value: _is_list([value], float) and 0 <= value < 1),
     "trainable_token_indices": ("a list of numbers", lambda value: all(
         _is_list(item, int) for item in (value.values() if isinstance(value, dict) else [value])
@@ -142,6 +143,16 @@ def _check_types(content: Mapping[str, Any]) -> None:
         value = content.get(field)
         if field in content and not fits(value) and (value is not None or field in _NEVER_NULL):
             raise ValueError(f"{field} is {json.dumps(value)[:80]}, and has to be {expected}")
+
+
+def _check_known(content: Mapping[str, Any], config: PeftConfig) -> None:
+    """Refuse fields that ``peft`` leaves out, but for those that say nothing, as other versions of it write them."""
+    known = {field.name for field in fields(config)}
+    if unknown := sorted(name for name, value in content.items() if value and name not in known):
+        raise UserError(
+            f"peft does not know the field {unknown[0]!r}, and would leave it out: correct its name, or take it out."
+            f"{did_you_mean(unknown[0], known)}"
+        )
 
 
 def check_supported(config: PeftConfig) -> None:

@@ -112,7 +112,7 @@ def test_configuration_files(tmp_path: Path) -> None:
         config = load_peft_config(path)
         assert (config.r, config.lora_alpha, config.use_rslora, config.rank_pattern) == (3, 5, True, {"q_proj": 7})
         assert not config.inference_mode
-    (tmp_path / CONFIG).write_text('{"r": 6}')
+    (tmp_path / CONFIG).write_text('{"r": 6, "merge_weights": false, "enable_lora": null}')  # as old versions write
     assert load_peft_config(tmp_path).r == 6
 
 
@@ -124,6 +124,8 @@ def test_configuration_files(tmp_path: Path) -> None:
     ('{"r": 4, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
     ('{"r": 4, "kasa_config": {}}', "kasa_config"),
     ('{"r": 4, "monteclora_config": {}}', "monteclora_config"),
+    ('{"r": 4, "use_rslor": true}', "peft does not know the field 'use_rslor'.*Did you mean 'use_rslora'"),
+    ('{"r": 4, "lora_alpha": 0}', "lora_alpha is 0, and has to be a number other than 0"),
     ('{"r": 4, "ensure_weight_tying": true}', "ensure_weight_tying"),
     ('{"r": 4, "init_lora_weights": "pissa"}', "'pissa' changes or looks at the base weights"),
 ])  # fmt: skip
