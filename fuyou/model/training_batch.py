@@ -56,6 +56,8 @@ class TrainingBatch:
         """
         inputs = {name: value for name, value in given.items() if value is not None}
         items = inputs.pop("num_items_in_batch", None)
+        if "shift_labels" in inputs:
+            raise UserError("shift_labels: the engine shifts labels itself. Give it labels, one for each token.")
         without_effect = [
             name for name, value in inputs.items() if isinstance(value, int) and value in _WITHOUT_EFFECT.get(name, ())
         ]

@@ -81,6 +81,7 @@ def test_other_contents_of_a_batch_are_accepted_or_rejected_and_never_waited_for
         ("num_items_in_batch is 100, and the loss is the mean over the 62 labels", {"num_items_in_batch": 100}),
         ("pixel_values is a list of 1 for 2 sequences", {"pixel_values": [torch.zeros(1, 3)]}),
         ("pixel_values is a list of 3 for 2 sequences", {"pixel_values": [None] * 3}),
+        ("shift_labels: the engine shifts labels itself", {"shift_labels": ids}),
         (r"extra \[3\] cannot be split", {"extra": torch.zeros(3)}),
         ("labels is a ndarray", {"labels": BATCH["labels"].numpy()}),
         ("input_ids is a list", {"input_ids": ids.tolist()}),
