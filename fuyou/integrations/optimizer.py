@@ -74,7 +74,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "lr, weight_decay, betas, and eps, or the trainer those in parentheses."
             )
         optimizer, asked = self._engine._run.config.optimizer.optimizer, str(getattr(args.optim, "value", args.optim))
-        if not asked.startswith("adamw") and optimizer not in asked:
+        if not asked.removeprefix("paged_").startswith("adamw"):  # others by that name (GaLore's, APOLLO's) are not it
             raise UserError(f"optim={asked!r}: the engine was opened with optimizer={optimizer!r}. Leave optim out.")
         step, engine_step = trainer.state.global_step, self._engine.step_count
         if step and not self._is_loaded and step != engine_step:

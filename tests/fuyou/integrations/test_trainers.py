@@ -189,6 +189,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": 3e-3}, r"differ: learning_rate=0.003 \(0.001\)"),
     ({"torch_compile": True}, "torch_compile: the engine runs blocks one by one, uncompiled"),
     ({"optim": "adafactor"}, "optim='adafactor': the engine was opened with optimizer='adamw'"),
+    ({"optim": "stable_adamw"}, "optim='stable_adamw': the engine was opened with optimizer='adamw'"),
 ]  # fmt: skip
 
 
