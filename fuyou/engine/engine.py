@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
+from common.models.attention.isolation import configurations
 from fuyou.checkpoint.commits import checked_user_state
 from fuyou.config import EngineConfig, explained_options
 from fuyou.engine.figures import EngineFigures
@@ -190,12 +191,15 @@ class Engine(EngineFigures):
 
     def disable_dropout(self) -> None:
         """Set the probability of all dropout to 0: of modules, as ``disable_dropout`` of TRL's trainers does, and of
-        functions, such as those of attention, whose probabilities are attributes of the modules that call them."""
-        for module in self._run.model.stack.model.modules():
+        functions, such as those of attention, whose probabilities are attributes of the modules that call them, or of
+        the configurations of these modules (Falcon). What is exported keeps its probabilities."""
+        model = self._run.model.stack.model
+        for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
-                setattr(module, name, 0.0)
+        for holder in [*model.modules(), *configurations(model)]:
+            for name in [name for name, value in vars(holder).items() if "drop" in name and isinstance(value, float)]:
+                setattr(holder, name, 0.0)
 
     @contextmanager
     def disable_adapters(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from common.models.checkpoint.identity import weights_identity
 from tests.cli.conftest import Finetune
@@ -242,8 +242,12 @@ def test_a_missing_thing_is_rejected(
 GPT2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
 LLAMA = LlamaConfig(**SIZES, attention_dropout=0.5, initializer_range=0.3)  # whose dropout is no module
 
+FALCON = FalconConfig(vocab_size=384, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.5)
 
-@pytest.mark.parametrize(("config", "is_adapted"), [(GPT2, False), (LLAMA, False), (LlamaConfig(**SIZES), True)])
+
+@pytest.mark.parametrize(("config", "is_adapted"), [
+    (GPT2, False), (LLAMA, False), (FALCON, False), (LlamaConfig(**SIZES), True),
+])  # fmt: skip
 def test_dropout_is_off(
     config: PreTrainedConfig, is_adapted: bool, pairs: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
