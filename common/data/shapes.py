@@ -228,7 +228,9 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Mes
 def _check_context(record: Mapping[str, Any], where: str, prompt: str, asked: str | list[Message]) -> None:
     """Refuse a text next to a prompt that belongs to it, as the passage that a question is about, and is not in it."""
     text = asked if isinstance(asked, str) else asked[0]["content"] if prompt == "instruction" else None
-    for name in () if text is None else _PASSAGES:
+    if text is None:
+        return
+    for name in _PASSAGES:
         value = record.get(name)
         if isinstance(value, str) and value.strip() and value not in text:
             raise UserError(

@@ -112,8 +112,8 @@ def test_the_columns_that_count_as_read_are_those_that_are_read(values: dict[str
 
 def test_texts_next_to_turns_that_are_not_in_them_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
     """A passage next to a conversation would be left out without a word."""
-    said = described(jsonl({"messages": TURNS[:1] + [{"role": "assistant", "content": "Yo"}], "context": "Long."}),
-                     tmp_path)  # fmt: skip
+    turns = [TURNS[0], {"role": "assistant", "content": "Yo"}]
+    said = described(jsonl({"messages": turns, "context": "Long."}), tmp_path)
     assert "not read: 'context' (1)" in said
 
 
