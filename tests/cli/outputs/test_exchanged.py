@@ -54,6 +54,7 @@ def test_histories_of_another_run_are_named(finetune: Finetune, begun: Begun, tm
     assert "changed  losses.jsonl" in again.out, "as long as they are there"
 
 
+@pytest.mark.slow
 def test_edited_evaluations_do_not_count(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
     line = begun(finetune, tmp_path / "out", 1e-2)
     metrics = tmp_path / "out/run/metrics.jsonl"

@@ -39,7 +39,10 @@ def count_written(monkeypatch: pytest.MonkeyPatch, commit_every: int) -> list[in
     return written
 
 
-@pytest.mark.parametrize("options", ["", "--host-cache 500KiB", "--host-cache 0", LORA, f"{LORA} --host-cache 0"])
+@pytest.mark.parametrize("options", [
+    "", LORA, *(pytest.param(options, marks=pytest.mark.slow)
+                for options in ("--host-cache 500KiB", "--host-cache 0", f"{LORA} --host-cache 0")),
+])  # fmt: skip
 @pytest.mark.parametrize("commit_every", [1, 3, 10])
 def test_a_run_writes_what_is_planned(
     finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, commit_every: int, options: str

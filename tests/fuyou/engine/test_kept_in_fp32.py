@@ -61,7 +61,7 @@ def in_memory(family: str, checkpoint: Path) -> InMemory:
 
 @pytest.mark.parametrize("options", [
     {},
-    {"host_cache": 0, "micro_batch": 4},
+    pytest.param({"host_cache": 0, "micro_batch": 4}, marks=pytest.mark.slow),
     pytest.param({"piece_size": "16KiB", "host_cache": 0}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_adapters_train_as_in_memory(family: str, checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
