@@ -1,5 +1,6 @@
 """Evaluate a model on data, and merge adapters into a model: no training, and no store that stays."""
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from cli.options.run_record import DESCRIPTION, REPLACED, RUN
 from cli.options.settings import Settings
 from cli.train.engine_trainer import EngineTrainer, frozen_engine
 from common.activity import activity
-from common.errors import UserError, printable
+from common.errors import FinetuneError, UserError, printable
 from common.files import copy_into, make_directory
 from common.hardware.machine import memory_available_bytes, pick_gpu, torch_name
 from common.models.adapters.options import SavedAdapter
@@ -59,6 +60,11 @@ def run_evaluate(settings: Settings) -> None:
         assert job.held_out is not None
         with activity("evaluating", announced=True):
             result = EngineTrainer(job, engine).evaluate(job.held_out)
+        if not math.isfinite(result.loss):
+            raise FinetuneError(
+                f"The loss is {result.loss}: a weight of {settings.model} or of its adapter is not finite, or "
+                f"{job.engine.dtype} is too narrow for this model."
+            )
         print(f"data     {printable(job.held_out.description)}\neval     {result}", flush=True)
         job.close()
 

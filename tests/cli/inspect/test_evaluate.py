@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.cli.conftest import Finetune
@@ -55,6 +56,15 @@ def test_the_loss_is_that_of_a_plain_loop(
     assert float(shown[1]) == pytest.approx(total / count, abs=1e-4)
     assert int(shown[2].replace(",", "")) == count
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "nothing is left"
+
+
+def test_a_loss_that_is_not_a_number_is_an_error(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
+    weights = load_file(own_checkpoint / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, own_checkpoint / "model.safetensors", {"format": "pt"})
+    done = finetune("evaluate", "--model", own_checkpoint, "--data", data, "--gpu", "cpu", *FP32, "--seq-len", 64)
+    check(done, 1, "The loss is nan: a weight of", "is not finite")
+    assert "eval  " not in done.out
 
 
 def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
