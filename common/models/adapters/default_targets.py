@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from peft import LoraConfig, PeftConfig
-from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -66,12 +65,13 @@ def has_routed_experts(model: nn.Module) -> bool:
 def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the last names of dense linear layers, and the paths of others that have the same ones."""
     grouped, holders = set(_grouped_layers(model)), set(_expert_holders(model))
+    head = model.get_output_embeddings()  # not that of a classifier, which is new: nothing else would train it
     dense: list[str] = []
     others: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        is_dense = path not in grouped and not _is_head(model, path, module) and not _is_routed(path, holders)
+        is_dense = path not in grouped and module is not head and not _is_routed(path, holders)
         (dense if is_dense else others).append(path)
     names = {_last(path) for path in dense}
     names = {name for name in names if not _stands_for_experts(name, model)}
@@ -109,13 +109,6 @@ def _is_routed(path: str, holders: Collection[str]) -> bool:
         if is_expert_or_router and ".".join(parts[:depth]) in holders:
             return True
     return False
-
-
-def _is_head(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
-    base = model.base_model
-    if base is not model and not any(part is module for part in base.modules()):
-        return True
-    return module is model.get_output_embeddings() or path.split(".")[0] in SEQ_CLS_HEAD_NAMES
 
 
 def _stands_for_experts(name: str, model: PreTrainedModel) -> bool:
