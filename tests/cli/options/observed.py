@@ -136,6 +136,7 @@ class Observer:
         patch.setattr("cli.train.engine_trainer.profile_once", lambda job: None)
         patch.setattr("cli.main.started_early", ExitStack)
         patch.setattr("cli.launch._Launcher", self._launch)
+        patch.setattr("cli.train.ranks.run_on_all_ranks", lambda check: check())
         # Plans and measurements.
         patch.setattr("cli.plan.out_of_core.profile_or_measure", lambda context: self._end(context.workload))
         patch.setattr("cli.inspect.profile.measure", self._end)

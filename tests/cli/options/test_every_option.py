@@ -127,7 +127,8 @@ _A_STEP = because(
 )
 EXCEPTIONS = {
     "plan": _NUMBERS | _WRITES | _CALL | _RECORDS | _RANKS | _SAME_SHAPE
-    | because("its price is not known: it was never measured on a GPU", "deterministic"),
+    | because("its price is not known: it was never measured on a GPU", "deterministic")
+    | because("is what the planner chooses for so small a model", "clip_by=deferral"),
     "plan, cluster": _NUMBERS | _WRITES | _CALL | _RECORDS | _RANKS | _SAME_SHAPE | _A_STEP
     | because("moves copies that so small a model hides behind transfers", "device_cache_threshold"),
     "profile": _FITTING | _SAME_SHAPE,
