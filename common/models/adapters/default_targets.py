@@ -1,8 +1,9 @@
 """The layers that have adapters where nobody names any: a decision of this program, the same for all families.
 
-``dense-linear`` stands for the linear layers that every token passes: attention's, and those of dense feed-forward
-networks. Routed experts are most of a mixture's weights: adapters there are many times larger, are written to the
-drives in every step, and are seldom wanted. They, and routers, are adapted by ``all-linear`` or by name.
+``dense-linear`` means the linear layers that every token passes: attention's, and those of dense feed-forward networks;
+of a classifier its head, too, which is new. Routed experts are most of a mixture's weights: adapters there are many
+times larger, are written to the drives in every step, and are seldom wanted. They, and routers, are adapted by
+``all-linear`` or by name.
 """
 
 import re
