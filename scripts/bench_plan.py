@@ -34,7 +34,7 @@ from fuyou import Engine
 from fuyou.planner import (
     Machine,
     Plan,
-    PlannerContext,
+    RunPlan,
     TrainingJob,
     describe_training,
     profile_or_measure,
@@ -159,7 +159,7 @@ def machine_of(one: Configuration, job: TrainingJob, ssd: Sequence[Path]) -> Mac
     """The machine at hand, profiled for ``job``."""
     device = device_of(one)
     limits = memory_limits(device, parse_bytes(one.host_memory), None)
-    profile = profile_or_measure(PlannerContext(job, device, limits, ssd))
+    profile = profile_or_measure(RunPlan(job, device, limits, ssd))
     return profiled_machine(profile, device.shares_host_memory, limits[1], limits[0], ssd, None)
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from peft import PeftConfig
 
-from cli.job.machine import PlannedRun, device_name, directories_at_hand, plan_at_hand
+from cli.job.machine import device_name, directories_at_hand, job_at_hand
 from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
 from cli.job.resumed import faults_of_losses
 from cli.options.run_record import (
@@ -51,6 +52,7 @@ from common.units import counted, format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run
 from fuyou.layout.record import DTYPES, Precision
 from fuyou.optimizer.chunk_update import slow_updates
+from fuyou.planner import TrainingJob
 from fuyou.planner.profiling.measure import DriveRates, measure_drives
 
 Problem = tuple[str, str]  # What was found, and what to do about it
@@ -72,7 +74,7 @@ def run_check(settings: Settings) -> None:
     """Print what this machine is, how fast its drives are, and what would make a run fail or slow."""
     directories = directories_at_hand(settings, writable=False)
     precision = Precision.named(settings.dtype if settings.dtype in DTYPES else "bf16", settings.optimizer)
-    planned = plan_at_hand(settings, device_name(settings.gpu)) if settings.model else None
+    job = job_at_hand(settings, device_name(settings.gpu)) if settings.model else None
     gpus, problems = list_gpus(), [*machine_problems(), *filter(None, [slow_updates(precision)])]
     available = f"{format_bytes(memory_available_bytes())} available"
     limit, memory = memory_limit_bytes(), psutil.virtual_memory().total
@@ -94,15 +96,15 @@ def run_check(settings: Settings) -> None:
             problems.append((f"{directory} cannot hold a store: {on_one_line(error)}", "Name another with --ssd."))
         else:
             _section("drive", _drive_rows(drives[-1]))
-    problems += drive_problems(drives, settings.model, planned.training.record_bytes if planned else 0)
+    problems += drive_problems(drives, settings.model, job.record_bytes if job else 0)
     print(painted("potential problems", BOLD))
     for what, remedy in problems:
         print(f"  {painted('!', RED)} {what}\n      {remedy}")
     if not problems:
         print("  nothing that was looked for")
     _section(f"caches in {cache_directory()}", _cache_rows())
-    if planned:
-        _section("model", [("trains as in memory", _proof(planned))])
+    if job:
+        _section("model", [("trains as in memory", _proof(job, settings.engine.adapters))])
 
 
 def machine_problems() -> Iterator[Problem]:
@@ -216,15 +218,14 @@ def _size(folder: Path) -> int:
     return sum(sizes)
 
 
-def _proof(planned: PlannedRun) -> str:
+def _proof(job: TrainingJob, adapters: PeftConfig | None) -> str:
     from fuyou import prove
 
-    config = planned.training.config
     start_time = time.monotonic()
     with activity("proving on a small model that this family trains out of core as in memory"):
-        prove(config, adapters=planned.engine.adapters, dtype=planned.engine.precision.dtype)
+        prove(job.config, adapters=adapters, dtype=job.shape.precision.dtype)
     seconds = time.monotonic() - start_time
-    return f"losses and all gradients of a small {config.model_type}, block by block ({seconds:.1f} s)"
+    return f"losses and all gradients of a small {job.config.model_type}, block by block ({seconds:.1f} s)"
 
 
 def _section(heading: str, rows: Iterable[tuple[str, str]]) -> None:

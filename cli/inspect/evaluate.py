@@ -118,7 +118,7 @@ def merge_adapter(settings: Settings) -> None:
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
-        reader: Any = _AdaptedWeights(model.weights())
+        reader: Any = _AdaptedWeights(model.weights)
         make_directory(output)
         with claim(settings) as outputs:
             outputs.command = _command(settings, dtype)

@@ -22,6 +22,7 @@ from common.units import counted, format_bytes, format_count, format_seconds
 from fcdp.planner.cluster import MeasuredRates
 from fuyou.config import AUTO
 from fuyou.engine.common_decisions import dtype_of_all
+from fuyou.layout.record import DTYPES
 from fuyou.planner.profiling import Profile, save
 from fuyou.planner.profiling.cache import describe, profile_path
 from fuyou.planner.profiling.measure import measure
@@ -30,12 +31,13 @@ from fuyou.planner.profiling.measure import measure
 def run_profile(settings: Settings) -> None:
     """Measure with the micro-batch of a run with these options, save the profile, and print it."""
     directories = directories_at_hand(settings)
-    planned = plan_at_hand(settings, device_name(settings.gpu), directories)
-    device, workload = planned.context.device, planned.context.workload
+    plan = plan_at_hand(settings, device_name(settings.gpu), directories)
+    device, workload = plan.device, plan.workload
     print(f"machine  {describe_machine()}")
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == workload.precision.dtype)
     print(
         f"model    {settings.model}, micro-batches of {workload.rows} x {workload.seq_len} tokens in "
-        f"{planned.engine.dtype} on {device.name}",
+        f"{dtype} on {device.name}",
         flush=True,
     )
     profile = save(measure(workload, device, past_cache=True), workload, device)

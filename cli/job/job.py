@@ -6,27 +6,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from cli.job.machine import PlannedRun
-from cli.job.model import ChatTemplate
+from cli.job.model import ModelChoice
 from cli.job.outputs import Outputs
-from cli.options.all_options import ClusterSettings, OutputSettings
-from cli.options.objectives import OBJECTIVES, ObjectiveTraits
+from cli.options.objectives import ObjectiveTraits
 from cli.options.schedule import LearningRate
+from cli.options.settings import Settings
 from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
-from common.models.task_type import TaskType
 from common.units import format_bytes, format_count
 from fuyou.config import EngineConfig
-from fuyou.layout.share import Share
 from fuyou.optimizer.chunk_update import slow_updates
-from fuyou.planner.training_job import TrainingJob, fitting_job
+from fuyou.planner import RunPlan, TrainingJob
 
 if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
     from fcdp.trainer import Trainer
@@ -38,54 +36,52 @@ TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the da
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(ClusterSettings, OutputSettings):
+class Job:
     """A job is a run that can begin: what it trains, on what, where, and until when."""
 
-    model: str
-    objective: str = "sft"
-    batch_size: int
-    cluster: str | None = None
-    levels: str | None = None
-    resume: bool = False
-    overwrite: bool = False
-
-    config: PreTrainedConfig
-    checkpoint: Path | None  # Directory of the checkpoint; None for a preset, whose weights are random
+    settings: Settings
+    engine: EngineConfig  # All options of the engine; in memory, as far as they apply there
+    choice: ModelChoice
+    model: AdaptedModel  # Open, without its weights
+    training: TrainingJob | None = None  # What one rank trains out of core; None: ranks train in memory
+    plan: RunPlan | None = None  # Of a run on one machine; ranks plan when they have met
     watched: WatchedFiles = field(default_factory=WatchedFiles)  # --model and --adapter before they were read
     warnings: Sequence[str] = ()  # About these directories
-    architecture: str  # Name of the model's class
-    task_type: TaskType  # Task that the model's head is for
-    vocab_size: int
-    parameters: int
     unplaced: str = ""  # What the checkpoint has that the model has no place for, in words
-    adapters: str = ""  # What adapters are trained, in words; empty: the weights are
-    adapter_parameters: int = 0  # Numbers in the adapters
-    adapted: str = ""  # Names of what has adapters
 
-    objective_options: Mapping[str, Any] = field(default_factory=dict)  # Arguments of its loss
     batches: Batches
     held_out: Batches | None = None  # Data to evaluate with, in a fixed order; None: no evaluation
     data_key: str  # Digest that changes with the tokens that are trained on
     tokenizer: PreTrainedTokenizerBase | None = None  # None: there are no data
-    template: ChatTemplate
     seq_len: int  # Tokens per sequence
     learning_rate: LearningRate
 
     gpu: Gpu | None  # GPU that computes; None: the CPU does
-    engine: EngineConfig  # All options of the engine; in memory, as far as they apply there
-    planned: PlannedRun
-    in_memory: bool = False  # Whether several ranks train in memory
-    output: Path  # Output directory, which exists
-    outputs: Outputs  # What the run has written there
+    outputs: Outputs  # What the run has written
     ssd: tuple[Path, ...]  # Directories, one per drive, in which the store's own directories are made
     run_name: str  # Name of the store's directory in each of `ssd`
     is_there: bool = False  # Whether a run is there already
     fixed: Mapping[str, Any]  # Options that a continued run must keep, as typed
-    configuration: str = ""  # All options as TOML
-    arguments: tuple[str, ...] = ()  # The command line
-    changes: tuple[str, ...] = ()  # What differs from the options of the continued run, for people
-    how_to_continue: str = ""  # The command that continues this run, as a sentence
-    started_at: float = 0.0  # When this call began, by `time.monotonic`
+
+    @property
+    def output(self) -> Path:
+        """Output directory, which exists."""
+        return self.settings.output_directory
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Directory of the checkpoint; None for a preset, whose weights are random."""
+        return self.choice.checkpoint
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class."""
+        return type(self.model.base).__name__
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of the model's parameters, without adapters."""
+        return self.model.parameters
 
     @property
     def device(self) -> str:
@@ -93,7 +89,7 @@ class Job(ClusterSettings, OutputSettings):
 
     @property
     def traits(self) -> ObjectiveTraits:
-        return OBJECTIVES[self.objective]
+        return self.settings.traits
 
     @property
     def steps(self) -> int:
@@ -101,19 +97,21 @@ class Job(ClusterSettings, OutputSettings):
 
     @property
     def rows(self) -> int:
-        return self.batch_size * self.batches.rows_per_item
+        return self.settings.batch_size * self.batches.rows_per_item
 
-    @cached_property
+    @property
+    def configuration(self) -> str:
+        """All options as TOML."""
+        return self.settings.configuration(self.engine.dtype)
+
+    @property
     def stored(self) -> TrainingJob:
         """The run of one rank as its store is: with blocks in pieces where whole ones do not fit this machine.
 
         With several ranks, of whole blocks: what their devices have in common is known when they have met.
         """
-        if self.nodes is not None:
-            return self.planned.training.among(Share(self.nodes, self.gpus_per_node or 1))
-        context = self.planned.context
-        host_bytes, device_bytes = context.limits
-        return fitting_job(context.job, device_bytes, host_bytes, context.device.shares_host_memory)
+        assert self.training is not None
+        return self.training if self.plan is None else self.plan.fitted
 
     @property
     def store_bytes(self) -> int:
@@ -121,18 +119,18 @@ class Job(ClusterSettings, OutputSettings):
 
         Where several ranks train in memory: bytes of two commits, as the older one goes when the newer is complete.
         """
-        if self.in_memory:
-            return 2 * (self.adapter_parameters or self.parameters) * 12
-        return self.stored.record_bytes * (self.gpus_per_node or 1)
+        if self.training is None:
+            return 2 * self.model.trained_parameters * 12
+        return self.stored.record_bytes * (self.settings.gpus_per_node or 1)
 
     @property
     def computing_on(self) -> str:
         what = self.gpu.name if self.gpu else "the CPU"
-        if self.nodes is None:
+        if self.settings.nodes is None:
             return what
-        ranks = self.gpus_per_node or 1
+        ranks = self.settings.gpus_per_node or 1
         ranks_of = f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {what}"
-        return ranks_of if self.nodes == 1 else f"{self.nodes} nodes, {ranks_of} in each,"
+        return ranks_of if self.settings.nodes == 1 else f"{self.settings.nodes} nodes, {ranks_of} in each,"
 
     @property
     def companions(self) -> Companions | None:
@@ -145,17 +143,17 @@ class Job(ClusterSettings, OutputSettings):
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """The generation configuration that comes with the checkpoint."""
-        return generation_config_of(self.config)
+        return generation_config_of(self.choice.config)
 
     @cached_property
     def added_stops(self) -> list[int]:
         """Tokens that end the answers of the data, or of earlier ones of the adapters, at which generation with the
         checkpoint does not stop."""
-        if not (self.save and self.task_type.generates):
+        if not (self.settings.save and self.model.task_type.generates):
             return []
         stops, saved = list(self.batches.stops), self.engine.saved_adapter
         if saved is not None and (saved.directory / FILE).is_file():
-            stops += stops_of(generation_config_of(self.config, saved.directory))
+            stops += stops_of(generation_config_of(self.choice.config, saved.directory))
         known = stops_of(self.generation_config)
         return [token for token in dict.fromkeys(stops) if token not in known]
 
@@ -167,16 +165,14 @@ class Job(ClusterSettings, OutputSettings):
     def header(self) -> str:
         rate = self.learning_rate
         source = "random weights" if self.checkpoint is None else str(self.checkpoint)
-        source = "" if source == self.model else f", {source}"
+        source = "" if source == self.settings.model else f", {source}"
         store = ", ".join(str(path / self.run_name) for path in self.ssd)
-        if self.in_memory:
+        if self.settings.in_memory:
             store = f"a commit every {self.engine.store.commit_every:,} steps in {store}"
         warmup = f" after {rate.warmup:,} of warm-up" if rate.warmup else ""
         lines = {
-            "model": f"{self.model}: {self.architecture}, {format_count(self.parameters)} parameters{source}",
-            "adapters": self.adapters
-            and f"{self.adapters}: {format_count(self.adapter_parameters)} parameters, "
-            f"{self.adapter_parameters / self.parameters:.2%} of the model's, on {self.adapted}",
+            "model": f"{self.settings.model}: {self.architecture}, {format_count(self.parameters)} parameters{source}",
+            "adapters": self._adapters(),
             "warning": "\n".join(self._warnings()),
             "weights": self._weights(),
             "not used": self.unplaced,
@@ -188,28 +184,36 @@ class Job(ClusterSettings, OutputSettings):
             "learns": self._learns(),
             "steps": f"{self.steps:,} of {self._batch()} x {self.seq_len:,} tokens; "
             f"learning rate {rate.peak:g}, {rate.schedule}{warmup}",
-            "updates": "" if self.in_memory else " ".join(slow_updates(self.engine.precision) or ()),
-            "output": f"{self.output}{'' if self.save else ': no checkpoint (--no-save)'}",
+            "updates": "" if self.settings.in_memory else " ".join(slow_updates(self.engine.precision) or ()),
+            "output": f"{self.output}{'' if self.settings.save else ': no checkpoint (--no-save)'}",
         }
         return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items() if text)
+
+    def _adapters(self) -> str:
+        adapters = self.model.adapters
+        if adapters is None:
+            return ""
+        count, share = adapters.trained_count, adapters.trained_count / self.parameters
+        what = f"{format_count(count)} parameters, {share:.2%} of the model's, on {adapters.where}"
+        return f"{self.settings.adapters_in_words}: {what}"
 
     def _warnings(self) -> Iterator[str]:
         yield from self.warnings
         saved = self.engine.saved_adapter
-        if saved is not None and not self.resume and (warning := saved.warning(self.checkpoint)):
+        if saved is not None and not self.settings.resume and (warning := saved.warning(self.checkpoint)):
             yield warning
 
     def _batch(self) -> str:
         what = self.traits.counts
-        return f"{self.batch_size:,} {what}, {self.rows:,}" if what else f"{self.batch_size:,}"
+        return f"{self.settings.batch_size:,} {what}, {self.rows:,}" if what else f"{self.settings.batch_size:,}"
 
     def _learns(self) -> str:
-        if self.objective == "sft":
+        if self.settings.objective == "sft":
             return ""
         against = " against the model as it is before the first step" if self.traits.needs_reference else ""
-        named = [f"{name} {value:g}" for name, value in self.objective_options.items()]
+        named = [f"{name} {value:g}" for name, value in self.settings.named(self.traits.options).items()]
         dropout = ["without dropout"] * self.traits.compares
-        return ", ".join([f"{self.objective}{against}", *named, *dropout])
+        return ", ".join([f"{self.settings.objective}{against}", *named, *dropout])
 
     def _stops(self) -> str:
         if not self.added_stops:
@@ -221,7 +225,7 @@ class Job(ClusterSettings, OutputSettings):
         )
         return (
             f"the answers end with {new}, where the result's {FILE} stops (the model's stops at {known}"
-            f"{'; peft reads that one' if self.adapters else ''})"
+            f"{'; peft reads that one' if self.model.adapters is not None else ''})"
         )
 
     def _weights(self) -> str:
@@ -230,9 +234,11 @@ class Job(ClusterSettings, OutputSettings):
             is_rounded = self.engine.weights.frozen_dtype not in ("int8", "nf4")
             return rounding(self.checkpoint, self.engine.dtype) if is_rounded else ""
         stored, dtype = f"{method.name} in the checkpoint", self.engine.dtype
-        if self.adapters and not self.in_memory and self.engine.weights.frozen_dtype in (None, "checkpoint"):
+        is_adapted = self.model.adapters is not None
+        keeps_bytes = self.engine.weights.frozen_dtype in (None, "checkpoint")
+        if is_adapted and keeps_bytes and self.training is not None:
             exception, widened = "", self.stored.shape.widened
             if widened:
                 exception = f" (but for {format_count(widened)}, whose tensors blocks in pieces would cut)"
             return f"{stored}, frozen in its own bytes{exception}; they compute in {dtype}"
-        return f"{stored}, dequantized{f'; written as {dtype}' if self.save and not self.adapters else ''}"
+        return f"{stored}, dequantized{f'; written as {dtype}' if self.settings.save and not is_adapted else ''}"

@@ -1,13 +1,12 @@
 """The machine of a run, and the run as the planner of out-of-core training sees it."""
 
-import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 from cli.options.objectives import OBJECTIVES
@@ -19,10 +18,10 @@ from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.store.directories import usable_directories
-from fuyou.config import AUTO, EngineConfig
+from fuyou.config import AUTO
 from fuyou.engine.common_decisions import fastest_dtype
-from fuyou.planner import PlannerContext, TrainingJob, describe_training
-from fuyou.planner.training_job import planned_options
+from fuyou.planner import RunPlan, TrainingJob
+from fuyou.planner.training_job import job_of_run, open_model
 from fuyou.runtime.device import memory_limits, open_device
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
@@ -61,52 +60,15 @@ def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_pla
     return requested
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run as the planner sees it, on one machine; weights and data are not looked at."""
-
-    model: str | PreTrainedConfig  # As the user named it, or what it becomes
-    rows: int  # Sequences per step
-    seq_len: int
-    engine: EngineConfig
-    drive_life: float | None  # Which the engine does not take before it has its drives
-    padded: bool  # Whether batches have padding that attention must not see
-    device: str
-    directories: Sequence[Path]  # One per drive
-
-    @cached_property
-    def training(self) -> TrainingJob:
-        engine = self.engine
-        return describe_training(
-            self.model,
-            self.rows,
-            self.seq_len,
-            precision=engine.precision,
-            adapters=copy.deepcopy(engine.adapters),  # which a model's own rules change
-            frozen=engine.frozen_dtype,
-            towers=engine.towers,
-            saved=engine.saved_adapter,
-            router_loss=engine.router_loss,
-            padded=self.padded,
-            **planned_options(engine) | {"drive_life": self.drive_life},
-        )
-
-    @cached_property
-    def context(self) -> PlannerContext:
-        device = open_device(self.device)
-        limits = memory_limits(device, self.engine.memory.host_memory, self.engine.memory.device_memory)
-        return PlannerContext(self.training, device, limits, self.directories)
-
-
-def planned_model(name: str, objective: str, config: PreTrainedConfig) -> str | PreTrainedConfig:
-    """Return what to plan for a model: itself, or a classifier in its place, without looking at data.
+def planned_config(name: str, objective: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration to plan for: the model's, or a classifier's in its place, without looking at data.
 
     Raises:
         UserError: the objective needs a head that the model cannot have.
     """
     task = task_type_of(config)
     if not (OBJECTIVES[objective].classifies and task.generates):
-        return name
+        return config
     if task is TaskType.IMAGE_TEXT_TO_TEXT:
         raise UserError(
             f"{name} is {task.value}, and --objective {objective} puts its head on a model of text alone: give a "
@@ -116,20 +78,25 @@ def planned_model(name: str, objective: str, config: PreTrainedConfig) -> str | 
     return classifier_config(config, classes, None)
 
 
-def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path] = ()) -> PlannedRun:
+def job_at_hand(settings: Settings, device: str) -> TrainingJob:
     """Return the run that a command plans for, or measures, and does not start, with a dtype instead of ``auto``."""
-    engine, traits = settings.engine, settings.traits
+    traits = settings.traits
+    engine = settings.engine.with_options(padded=traits.classifies)
     if engine.dtype == AUTO:
         engine = engine.with_options(dtype=fastest_dtype(device))
     with naming("--model"):
-        config, _ = load_config(settings.model)
-    return PlannedRun(
-        planned_model(settings.model, settings.objective, config),
-        settings.batch_size * traits.rows,
-        sequence_length(settings.seq_len, config, only_planned=settings.drive is not None),
-        engine,
-        settings.drive_life,
-        traits.classifies,
-        device,
-        directories,
-    )
+        config, checkpoint = load_config(settings.model)
+    seq_len = sequence_length(settings.seq_len, config, only_planned=settings.drive is not None)
+    planned = planned_config(settings.model, settings.objective, config)
+    if planned is not config:
+        checkpoint = None  # which has no head for classes
+    model = open_model(engine, planned, checkpoint, torch.device("cpu"), draw=False)
+    job = job_of_run(settings.model, engine, model, settings.batch_size * traits.rows, seq_len, {})
+    return replace(job, drive_life=settings.drive_life)  # which the engine does not take before it has its drives
+
+
+def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path]) -> RunPlan:
+    """Return the plan of this run on this machine."""
+    opened, memory = open_device(device), settings.engine.memory
+    limits = memory_limits(opened, memory.host_memory, memory.device_memory)
+    return RunPlan(job_at_hand(settings, device), opened, limits, directories)

@@ -1,6 +1,5 @@
 """The model of a run: its checkpoint, with a new head where the objective needs one, its tokenizer, and its size."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -8,26 +7,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from cli.job.machine import planned_model, sequence_length
+from cli.job.machine import planned_config, sequence_length
 from cli.job.outputs import BASE, Outputs, content_digest
 from cli.options.objectives import OBJECTIVES
 from cli.options.option import naming
 from common.data.template import dated
 from common.errors import UserError, did_you_mean
 from common.files import preset_files, read_text_file, replace_file
-from common.models.adapters.adapters import Adapters
-from common.models.adapters.towers import adapt_towers
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.export import CHAT_TEMPLATE
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
-from common.models.checkpoint.sources import CheckpointSource
-from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.units import counted
-from fuyou.config import EngineConfig
 
 _TEMPLATE_BYTES = 4 << 20  # Largest file of a chat template
 
@@ -113,11 +108,6 @@ class ModelChoice:
         """Whether it writes text, and the objective trains a classifier."""
         return OBJECTIVES[self.objective].classifies and self.task_type.generates
 
-    @property
-    def to_plan(self) -> str | PreTrainedConfig:
-        """What the planner is given, without data: the model, or a classifier in its place."""
-        return planned_model(self.name, self.objective, self.config)
-
     def check_head(self) -> None:
         """See whether the objective can train its head, or a new one can be had in its place."""
         task, objective = self.task_type, self.objective
@@ -139,18 +129,7 @@ class ModelChoice:
             if task is TaskType.SEQUENCE_CLASSIFICATION:
                 instead = f"give --objective {'reward' if self.config.num_labels == 1 else 'classify'}."
             raise UserError(f"{self.name} is {task.value}, and --objective {objective} trains {trained}: {instead}")
-        _ = self.to_plan  # refuses what can have no new head
-
-    def check_weights(self, model: PreTrainedModel) -> str:
-        """See whether the checkpoint has the weights of the model; return what else it has, in words."""
-        if self.checkpoint is None:
-            return ""
-        source = CheckpointSource(self.checkpoint, model)
-        source.check()
-        if not source.unplaced:
-            return ""
-        count, first = counted(len(source.unplaced), "tensor"), source.unplaced[0]
-        return f"{count} of the checkpoint, for which the model has no place; the first is {first}"
+        planned_config(self.name, objective, self.config)  # refuses what can have no new head
 
     @cached_property
     def companions(self) -> Companions:
@@ -207,26 +186,18 @@ class ModelChoice:
                 )
 
 
-def trainable_parameters(engine: EngineConfig, model: PreTrainedModel) -> int:
-    """Count the numbers that a run trains of ``model``, which is on the meta device, and is changed: its adapters, or
-    all of it but frozen towers."""
-    if engine.adapters is None:
-        frozen = {id(model.get_parameter(name)) for name in engine.towers.frozen(model)}
-        return sum(value.numel() for value in model.parameters() if id(value) not in frozen)
-    return adapters_of_run(engine, model).trained_count
+def unplaced_weights(model: AdaptedModel) -> str:
+    """See whether the checkpoint has the weights of the model; return what else it has, in words."""
+    if model.source is None:
+        return ""
+    model.source.check()
+    unplaced = model.source.unplaced
+    if not unplaced:
+        return ""
+    count = counted(len(unplaced), "tensor")
+    return f"{count} of the checkpoint, for which the model has no place; the first is {unplaced[0]}"
 
 
-def adapters_of_run(engine: EngineConfig, model: PreTrainedModel) -> Adapters:
-    """Return the adapters that a run gives ``model``, which is on the meta device, and is changed."""
-    config = copy.deepcopy(engine.adapters)
-    assert config is not None
-    if engine.saved_adapter is None:  # whose configuration says what it adapts
-        adapt_towers(model, config, engine.towers)
-    return Adapters(model, config, engine.seed, draw=False, saved=engine.saved_adapter)
-
-
-def trained_share(engine: EngineConfig, config: PreTrainedConfig) -> float:
+def trained_share(model: AdaptedModel) -> float:
     """Return the number of parameters that a run trains, over that of the model before: at most 1."""
-    model = build_meta_model(config)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    return min(1.0, trainable_parameters(engine, model) / whole)
+    return min(1.0, model.trained_parameters / model.parameters)

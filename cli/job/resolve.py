@@ -4,19 +4,18 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
+
+import torch
 
 from cli.job.data import RANDOM_TOKENS, DataSource
 from cli.job.inputs import check_apart, check_whole
 from cli.job.job import Job
-from cli.job.machine import PlannedRun
-from cli.job.model import ChatTemplate, ModelChoice, adapters_of_run
+from cli.job.model import ChatTemplate, ModelChoice, unplaced_weights
 from cli.job.outputs import Outputs, check_outside
 from cli.job.resumed import EarlierRun, fixed_options
 from cli.job.strategy import check_strategy
 from cli.job.throughput import gpu_or_plan
-from cli.options.all_options import ClusterSettings, OutputSettings
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data.images import ImageBatches
@@ -24,13 +23,18 @@ from common.data.selection import RecordSelection
 from common.errors import UserError
 from common.files import make_directory
 from common.hardware.machine import torch_name
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.watched import WatchedFiles
-from common.models.meta_model import build_meta_model
 from common.store.directories import usable_directories
 from common.units import format_bytes
-from fuyou.config import AUTO
-from fuyou.engine.common_decisions import fastest_dtype
+from fuyou.config import AUTO, EngineConfig
+from fuyou.engine.common_decisions import fastest_dtype, stored_manifest
+from fuyou.layout.share import Share
 from fuyou.model.family import family_of
+from fuyou.model.open_model import OpenModel
+from fuyou.planner import RunPlan, TrainingJob
+from fuyou.planner.training_job import adapted_as, job_of_run, open_model
+from fuyou.runtime.device import memory_limits, open_device
 
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
@@ -46,7 +50,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     watched = WatchedFiles(settings.model, settings.adapter)
     warnings = [] if settings.resume else check_whole(settings)
     # The options, and the run that they continue.
-    engine, output = settings.engine, settings.output_directory
+    engine = settings.engine
     if settings.steps is not None:
         settings.warmup.steps(settings.steps)
     earlier, fixed = EarlierRun.of(settings), fixed_options(settings)
@@ -63,32 +67,36 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     # The model and the data, looked up.
     choice, source = _named(settings, template)
     ssd = _directories(settings, bool(settings.resume) or is_restart)
-    outputs = Outputs.read(output) if claim is None else claim()
-    planned = PlannedRun(
-        choice.to_plan,
-        settings.batch_size * settings.traits.rows,
-        choice.seq_len,
-        engine,
-        settings.drive_life,
-        settings.traits.classifies,
-        device,
-        ssd,
+    outputs = Outputs.read(settings.output_directory) if claim is None else claim()
+    run_name = settings.store_name
+    engine = engine.with_options(
+        ssd=ssd,
+        leave_ssd=settings.drives_to_leave,
+        run_name=run_name,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        drive_life=settings.drive_life,
+        device=device,
+        padded=settings.traits.classifies,
     )
-    if settings.nodes is None and (settings.host_memory is not None or settings.device_memory is not None):
-        _ = planned.context.memory  # budgets that are too small come out before the data are read
 
-    # The model and the data, opened.
+    # The model, opened.
     tokenizer = None if source.is_random else choice.load_tokenizer()
     if tokenizer is not None and choice.lacks_head:
         choice = choice.with_head(source.class_names(), tokenizer, outputs)
-    model = build_meta_model(choice.config, checkpoint=choice.checkpoint)
-    unplaced = "" if settings.resume else choice.check_weights(model)  # a run's weights are on its drives
-    family, held_out = family_of(model), None
+    model = _opened(settings, engine, choice, device)
+    unplaced = "" if settings.resume else unplaced_weights(model)  # a run's weights are on its drives
+    if settings.host_memory is not None or settings.device_memory is not None:
+        rows = settings.batch_size * settings.traits.rows
+        plan = _plan(settings, engine, model, device, rows, choice.seq_len)[1]
+        _ = plan and plan.memory  # budgets that are too small come out before the data are read
+
+    # The data, opened.
+    family, held_out = family_of(model.base), None
     if tokenizer is None:
         batches, data_key = source.random(choice, family), RANDOM_TOKENS
     else:
         batches, data_key, held_out = source.open(choice, family, tokenizer)
-    seq_len, rows = getattr(batches, "seq_len", choice.seq_len), settings.batch_size * batches.rows_per_item
     total = settings.steps
     if total is None:
         passes = (settings.epochs or 1) * batches.rows / settings.batch_size
@@ -96,72 +104,65 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
 
     # The plan.
+    seq_len, rows = getattr(batches, "seq_len", choice.seq_len), settings.batch_size * batches.rows_per_item
     images = isinstance(batches, ImageBatches) or isinstance(held_out, ImageBatches)
     engine = engine.with_options(
-        ssd=ssd,
-        leave_ssd=settings.drives_to_leave,
-        run_name=settings.store_name,
-        resume=settings.resume,
-        overwrite=settings.overwrite,
-        drive_life=settings.drive_life,
-        device=device,
-        batch_shape=(rows, seq_len),
-        packed=batches.packed,
-        images=images,
-        padded=images or settings.traits.classifies,
+        batch_shape=(rows, seq_len), packed=batches.packed, images=images, padded=images or settings.traits.classifies
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    adapters = adapters_of_run(engine, model) if settings.trains_adapters else None
+    training, plan = _plan(settings, engine, model, device, rows, seq_len)
     job = Job(
-        **settings.named(
-            {item.name for group in (ClusterSettings, OutputSettings) for item in fields(group)} - {"output"}
-        ),
-        model=settings.model,
-        objective=settings.objective,
-        batch_size=settings.batch_size,
-        cluster=settings.cluster,
-        levels=settings.levels,
-        resume=settings.resume,
-        overwrite=settings.overwrite,
-        config=choice.config,
-        checkpoint=choice.checkpoint,
+        settings=settings,
+        engine=engine,
+        choice=choice,
+        model=model,
+        training=training,
+        plan=plan,
         watched=watched,
         warnings=warnings,
-        architecture=type(model).__name__,
-        task_type=choice.task_type,
-        vocab_size=choice.vocab_size,
-        parameters=parameters,
         unplaced=unplaced,
-        adapters=settings.adapters_in_words,
-        adapter_parameters=0 if adapters is None else adapters.trained_count,
-        adapted="" if adapters is None else adapters.where,
-        objective_options=settings.named(settings.traits.options),
         batches=batches,
         held_out=held_out,
         data_key=data_key,
         tokenizer=tokenizer,
-        template=template,
         seq_len=seq_len,
         learning_rate=rate,
         gpu=gpu,
-        engine=engine,
-        planned=planned,
-        in_memory=settings.in_memory,
-        output=output,
         outputs=outputs,
         ssd=ssd,
-        run_name=settings.store_name,
+        run_name=run_name,
         is_there=earlier.commit is not None,
         fixed=fixed,
-        configuration=settings.configuration(engine.dtype),
-        arguments=settings.arguments,
-        changes=settings.changes,
-        how_to_continue=settings.how_to_continue,
-        started_at=settings.started_at,
     )
-    if job.save and not (job.resume or job.overwrite):  # what is replaced counts, and only the store knows how much
+    if settings.save and not (settings.resume or settings.overwrite):  # only the store knows how much it replaces
         _check_space(job)
     return job
+
+
+def _opened(settings: Settings, engine: EngineConfig, choice: ModelChoice, device: str) -> AdaptedModel:
+    """Return the model of the run: in parts, where it is trained out of core."""
+    if settings.in_memory:
+        return AdaptedModel(
+            choice.config, engine.precision.dtype, **adapted_as(engine), checkpoint=choice.checkpoint, draw=False
+        )
+    # Ranks open it again on their devices, when they have met.
+    is_alone = settings.nodes is None
+    computing = torch.device(device if is_alone else "cpu")
+    return open_model(engine, choice.config, choice.checkpoint, computing, draw=is_alone)
+
+
+def _plan(
+    settings: Settings, engine: EngineConfig, model: AdaptedModel, device: str, rows: int, seq_len: int
+) -> tuple[TrainingJob | None, RunPlan | None]:
+    """Return the run as the planner sees it, and its plan, if it is one of a single machine."""
+    if not isinstance(model, OpenModel):
+        return None, None
+    stored = stored_manifest(engine.store.everywhere) if engine.store.resume else {}
+    training = job_of_run(settings.model, engine, model, rows, seq_len, stored)
+    if settings.nodes is not None:
+        return training.among(Share(settings.nodes, settings.gpus_per_node or 1)), None
+    opened, memory = open_device(device), engine.memory
+    limits = memory_limits(opened, memory.host_memory, memory.device_memory)
+    return training, RunPlan(training, opened, limits, engine.store.drives)
 
 
 def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, DataSource]:
@@ -207,10 +208,10 @@ def _make_directory(option: str, path: Path) -> None:
 
 def _check_space(job: Job) -> None:
     whole = job.parameters * (2 if job.engine.dtype == "bf16" else 4)
-    each = 4 * job.adapter_parameters if job.adapters else whole
+    each = whole if job.model.adapters is None else 4 * job.model.trained_parameters
     checkpoint = each
-    if job.save_every is not None:  # the newest, one more while that is written, and the best
-        regular = min(job.keep, (job.steps - 1) // job.save_every)
+    if job.settings.save_every is not None:  # the newest, one more while that is written, and the best
+        regular = min(job.settings.keep, (job.steps - 1) // job.settings.save_every)
         checkpoint += each * (regular + (job.held_out is not None))
     drive = job.output.stat().st_dev
     sharing = sum(path.stat().st_dev == drive for path in job.ssd)

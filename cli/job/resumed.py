@@ -79,8 +79,8 @@ def files_of_result(job: Job) -> dict[str, str]:
             files[GENERATION] = digest_of(file)
     if saved is not None and (file := saved.directory / GENERATION).is_file():
         files[_OF_ADAPTER] = digest_of(file)
-    if job.template.text is not None:
-        files[_OF_TEMPLATE] = hashlib.sha256(job.template.text.encode()).hexdigest()[:32]
+    if job.choice.template.text is not None:
+        files[_OF_TEMPLATE] = hashlib.sha256(job.choice.template.text.encode()).hexdigest()[:32]
     return files
 
 
@@ -380,7 +380,7 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
     # A constant rate does not depend on the end, so such a run can be made longer.
     now["--steps"] = None if rate.schedule == "constant" else rate.total
     if job.tokenizer is not None:
-        now[TEMPLATE_DATE] = str(job.template.day)
+        now[TEMPLATE_DATE] = str(job.choice.template.day)
     now[_FILES] = files_of_result(job)
     run.user_state[OUTPUT] = str(job.output.resolve())
     before: dict[str, Any] | None = run.user_state.get("run")

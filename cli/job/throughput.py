@@ -21,11 +21,11 @@ _ANY_RATES = TaskRates(1e12, 1e10, 1e10, 1e9, 1e9, 1e9)  # No number of bytes de
 def announcement(job: Job) -> str:
     """Return what a run on random tokens does, with the bytes that it will write to the drives."""
     created = sum(record.parameter_nbytes + record.state_nbytes for record in job.stored.shape.records)
-    memory = job.planned.context.memory
-    steady = simulate(job.stored.shape, memory, _ANY_RATES, commit_every=job.engine.store.commit_every)
+    assert job.plan is not None
+    steady = simulate(job.stored.shape, job.plan.memory, _ANY_RATES, commit_every=job.engine.store.commit_every)
     written = steady.mean(StepList.ssd_written_bytes)
     return (
-        f"{job.model} has random weights, and there are no data: this measures throughput, in "
+        f"{job.settings.model} has random weights, and there are no data: this measures throughput, in "
         f"{counted(job.steps, 'step')} on random tokens. It writes {format_bytes(created)} to the drives at first and "
         f"about {format_bytes(round(written))} per step, {format_bytes(round(created + job.steps * written))} in all."
     )

@@ -3,12 +3,15 @@
 import json
 from dataclasses import replace
 
+import torch
+
 from cli.job.machine import sequence_length
 from cli.job.model import trained_share
 from cli.job.strategy import cluster_of
 from cli.options.option import naming
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.presets import load_config
 from common.units import format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
@@ -16,6 +19,7 @@ from fcdp.planner.cluster import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
 from fcdp.strategy.strategy import AUTO, parse_strategy
+from fuyou.planner.training_job import adapted_as
 
 
 def plan_cluster(settings: Settings, batch_size: int | None) -> int:
@@ -67,12 +71,13 @@ def _workload(settings: Settings, batch_size: int | None, cluster: Cluster) -> W
             f"{cluster.levels.world_size} ranks. Take {max(1, round(batch / at_once)) * at_once}."
         )
     seq_len = sequence_length(settings.seq_len, config, only_planned=True)
+    adapted = AdaptedModel(config, torch.float32, **adapted_as(settings.engine), draw=False)
     return Workload.of_model(
         config,
         seq_len=seq_len,
         micro_batch=micro_batch,
         micro_batches=batch // at_once,
-        trainable_ratio=trained_share(settings.engine, config),
+        trainable_ratio=trained_share(adapted),
         dtype_bytes=4 if settings.dtype == "fp32" else 2,
         cache_threshold=settings.device_cache_threshold,
         router_loss=settings.router_loss,

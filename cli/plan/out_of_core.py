@@ -5,11 +5,10 @@ import math
 import re
 import shutil
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cli.job.machine import ELSEWHERE, PlannedRun, device_name, directories_at_hand, plan_at_hand
+from cli.job.machine import ELSEWHERE, device_name, directories_at_hand, job_at_hand, plan_at_hand
 from cli.options.option import naming
 from cli.options.settings import Settings
 from cli.plan.alternatives import Alternative, adapts_experts, on_one_node, without_experts
@@ -24,6 +23,7 @@ from fuyou.planner import (
     Machine,
     Plan,
     RankLinks,
+    RunPlan,
     TrainingJob,
     machine_of_one_rank,
     preset_machine,
@@ -89,18 +89,16 @@ class Planning:
         self._share = None if settings.nodes is None else Share(settings.nodes, settings.gpus_per_node or 1)
         self._network = math.inf if self._share is None else _network(settings.network, self._share.nodes)
         self._device = ELSEWHERE if settings.drive is not None else _device(settings)
-        self.machine = _machine_by_name(settings) if settings.drive is not None else _machine_at_hand(self._planned)
-
-    @cached_property
-    def _planned(self) -> PlannedRun:
-        directories = directories_at_hand(self._settings) if self._settings.drive is None else ()
-        return plan_at_hand(self._settings, self._device, directories)
+        self._plan = None
+        if settings.drive is None:
+            self._plan = plan_at_hand(settings, self._device, directories_at_hand(settings))
+        self.machine = _machine_by_name(settings) if self._plan is None else _machine_at_hand(self._plan)
 
     def job(self, **changes: Any) -> TrainingJob:
         """Return the job of one rank that is alone, with other options where there are ``changes``."""
-        if not changes:
-            return self._planned.training
-        return plan_at_hand(replace(self._settings, **changes), self._device).training
+        if self._plan is not None and not changes:
+            return self._plan.job
+        return job_at_hand(replace(self._settings, **changes), self._device)
 
     def largest_job(self) -> TrainingJob | None:
         return largest_model(lambda name: self.job(model=name, max_model=False), lambda job: fits(job, self.machine))
@@ -175,10 +173,9 @@ def _machine_by_name(settings: Settings) -> Machine:
     return machine
 
 
-def _machine_at_hand(planned: PlannedRun) -> Machine:
-    context, directories = planned.context, planned.directories
-    (host, memory), shared = context.limits, context.device.shares_host_memory
-    profile = profile_or_measure(context)
+def _machine_at_hand(plan: RunPlan) -> Machine:
+    (host, memory), shared, directories = plan.limits, plan.device.shares_host_memory, plan.directories
+    profile = profile_or_measure(plan)
     free = min(shutil.disk_usage(path).free for path in directories) * len(directories)
     return profiled_machine(profile, shared, memory, host, directories, free)
 

@@ -77,7 +77,7 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> dict[str
     before = read_description(job.output) if done else {}
     call = {
         "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["finetune", *job.arguments]),
+        "command": shlex.join(["finetune", *job.settings.arguments]),
         "directory": os.getcwd(),
         "host": socket.gethostname(),
         "machine": describe_machine(),
@@ -101,7 +101,7 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> dict[str
         **described_stores([folder / job.run_name for folder in job.ssd]),
         "calls": [*(calls if isinstance(calls, list) else []), call],
     }
-    takes_steps = done < job.steps and not job.export
+    takes_steps = done < job.steps and not job.settings.export
     if not takes_steps and ENDED_AFTER in before:
         description[ENDED_AFTER] = before[ENDED_AFTER]
     files = {DESCRIPTION: json.dumps(description, indent=2, default=str) + "\n", CONFIG: job.configuration}
@@ -211,7 +211,7 @@ class MetricsLogger:
             self._log(done, *last, {})
         self._page = RunPage(job, plan, self._files[CONFIG], path / METRICS)
         self._page.update(at_once=True)
-        self._progress = Progress(job.steps, job.log_every)
+        self._progress = Progress(job.steps, job.settings.log_every)
         self.say = self._losses.say = self._metrics.say = self._progress.say
         for name, history in ((f"{RUN}/{METRICS}", self._metrics), (HISTORY_FILE, self._losses)):
             known = history.steps | ({done} if last is not None else set())

@@ -95,7 +95,7 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         metrics, whole = {f"time_metrics/busy_{name}(s)": what for name, what in RESOURCES.items()}, newest[_SECONDS]
         busy = {what: newest[metric] for metric, what in metrics.items() if metric in newest}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
-        host = 0 if job.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
+        host = 0 if job.settings.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
         tiers = (
             ("device", newest["memory/max_active(GiB)"] * _GIB, plan.get("device_bytes", 0)),
             ("host", newest["memory/host(GiB)"] * _GIB, host),
@@ -103,7 +103,7 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         sections.append(section("memory, of what is planned", memory_bars(tiers)))
     lines = job.header().replace("\n         ", "; ").splitlines()
     sections.append(section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True))
-    command = html.escape(job.how_to_continue.removeprefix("To continue: "))
+    command = html.escape(job.settings.how_to_continue.removeprefix("To continue: "))
     sections.append(section("to continue", f"<pre>{command}</pre>", wide=True))
     folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
     sections.append(section("configuration", folded, wide=True))

@@ -31,13 +31,12 @@ from common.data import Batches
 from common.errors import UserError, printable
 from common.models.adapters.options import AdapterOptions
 from common.models.checkpoint.identity import weights_identity
-from common.models.meta_model import build_meta_model
 from common.scratch import scratch_folder
 from common.units import format_bytes
 from fcdp.strategy.topology import Topology
 from fuyou import Engine, NonFiniteLoss
 from fuyou.layout.share import Share
-from fuyou.planner import PlannerContext, profile_or_measure
+from fuyou.planner import RunPlan, profile_or_measure
 from fuyou.runtime.device import memory_limits, open_device
 
 _STEP = "step"  # Key in the engine's user state of what it does not report itself
@@ -61,7 +60,7 @@ class EngineTrainer(Trainer):
         self, job: Job, engine: Engine, topology: Topology | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self.model = self._engine = engine
-        self.is_resumed = engine.step_count > 0 if topology else job.resume
+        self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
         self.plan = asdict(engine.memory_plan) | {"ssd_bytes": engine.ssd_bytes}
         everywhere = " on every node" if topology else ""
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd) + everywhere)
@@ -91,7 +90,7 @@ class EngineTrainer(Trainer):
         if self._objective is None:
             engine(**self._part(batch)).loss.backward()
         else:
-            loss, watched = self._objective.loss(batch, self._job.batch_size)
+            loss, watched = self._objective.loss(batch, self._job.settings.batch_size)
             engine.backward(loss)
         finite = {name: value for name, value in watched.items() if math.isfinite(value)}
         engine.user_state[_STEP] = {"lr": lr, "watched": finite}
@@ -120,7 +119,7 @@ class EngineTrainer(Trainer):
         self._engine.flush()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        size = self._job.batch_size
+        size = self._job.settings.batch_size
         if self._objective is not None:
             return self._objective.evaluate(batches, size)
         return evaluate(batches, size, lambda batch: self._engine.eval_loss(**self._part(batch), router_loss=False))
@@ -154,37 +153,40 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     drive_life, memory = job.engine.store.drive_life, job.engine.memory
     if not drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
         return
-    device, share = open_device(job.device), ranks or Share()
-    limits = memory_limits(device, memory.host_memory, memory.device_memory, share.ranks_per_node)
+    plan = job.plan
+    if plan is None:
+        assert job.training is not None and ranks is not None
+        device = open_device(job.device)
+        limits = memory_limits(device, memory.host_memory, memory.device_memory, ranks.ranks_per_node)
+        plan = RunPlan(job.training.among(ranks), device, limits, job.ssd)
     try:
-        if limits[0] < PROFILED_HOST_BYTES:
+        if plan.limits[0] < PROFILED_HOST_BYTES:
             raise UserError(f"measuring takes {format_bytes(PROFILED_HOST_BYTES)} of host memory.")
-        context = PlannerContext(job.planned.training.among(share), device, limits, job.ssd)
-        if context.profile is None:
+        if plan.profile is None:
             print("profile  measuring this machine with this model, once", flush=True)
-            profile_or_measure(context)
+            profile_or_measure(plan)
     except UserError as error:
         if drive_life:  # else what does not fit, the engine says with more to go by
             print(f"profile  --drive-life is not applied: {error}", flush=True)
-    device.release()
+    plan.device.release()
 
 
 def frozen_engine(job: Job, drives: Sequence[Path]) -> Engine:
     """Return an engine with the weights of a job before training, for forward passes, in other directories."""
     job.watched.check()
     config = job.engine.with_options(ssd=drives, leave_ssd=(), resume=False)
-    if not job.adapters:  # something has to be trainable, and costs least if it is small
-        parameters = dict(build_meta_model(job.config).named_parameters())
+    if job.model.adapters is None:  # something has to be trainable, and costs least if it is small
+        parameters = dict(job.model.base.named_parameters())
         smallest = min(parameters, key=lambda name: parameters[name].numel())
         config = config.with_options(trainable=[smallest])
-    return Engine(job.checkpoint or job.model, config)  # type: ignore[call-arg] # the config has ssd
+    return Engine(job.checkpoint or job.settings.model, config)  # type: ignore[call-arg] # the config has ssd
 
 
 def _extend_reference(job: Job) -> None:
     """Compute what a run that gets more steps lacks of its reference, with the model as it was before training."""
     is_of_another = job.traits.needs_reference and not isinstance(job.engine.weights.adapters, AdapterOptions)
-    base = reference_identity(job, weights_identity(job.checkpoint)) if job.resume and is_of_another else ""
-    if not (job.resume and is_of_another and is_reference_short(job, base)):
+    base = reference_identity(job, weights_identity(job.checkpoint)) if job.settings.resume and is_of_another else ""
+    if not (job.settings.resume and is_of_another and is_reference_short(job, base)):
         return
     with contextlib.ExitStack() as stack:
         drives = [stack.enter_context(scratch_folder(path)) for path in job.ssd]
@@ -199,18 +201,20 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
     with contextlib.ExitStack() as stack:
         with activity("preparing the run: model, memory, data", announced=True):
             job = resolve(settings, lambda: stack.enter_context(claim(settings)))
-            said = announcement(job) if job.checkpoint is None and job.tokenizer is None and not job.resume else ""
+            is_measured = job.checkpoint is None and job.tokenizer is None
+            said = announcement(job) if is_measured and not settings.resume else ""
         if said:
             print(said, flush=True)
         print(printable(job.header()), flush=True)
         profile_once(job)
-        interrupts.how_to_continue = job.how_to_continue
+        interrupts.how_to_continue = job.settings.how_to_continue
         _extend_reference(job)
         where = ", ".join(str(path) for path in job.ssd)
-        doing = f"reading what the run has in {where}" if job.resume else f"writing the weights to {where}"
+        doing = f"reading what the run has in {where}" if job.settings.resume else f"writing the weights to {where}"
         with activity(doing, announced=True):
             job.watched.check()
-            engine = Engine(job.checkpoint or job.model, job.engine)  # type: ignore[call-arg] # the config has ssd
+            assert job.plan is not None
+            engine = Engine(job.plan, job.engine)  # type: ignore[call-arg] # the config has ssd
         stack.enter_context(engine)
         try:
             check_same_run(job, engine)
@@ -221,13 +225,13 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
             with activity(f"stopping in step {step}: what is committed stays"):
                 engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped in step {step}; {committed}. {job.how_to_continue}") from None
+            raise Stopped(f"stopped in step {step}; {committed}. {job.settings.how_to_continue}") from None
         except UserError:
             raise
         except Exception as error:
             engine.close()
             if not isinstance(error, NonFiniteLoss):  # which is reported already
                 error.add_note(f"Step {engine.committed_step} is committed.")
-            error.add_note(job.how_to_continue)
+            error.add_note(job.settings.how_to_continue)
             raise
     job.close()

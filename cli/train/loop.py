@@ -107,7 +107,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     if process.is_rank0 and trainer.is_resumed:
         restarted = " (restarted: a rank was lost)" if process.restarted else ""
         print(f"resume   after step {done:,} of {job.steps:,}{restarted}", flush=True)
-        for change in job.changes:
+        for change in job.settings.changes:
             print(f"changed  {change}", flush=True)
     process.enter("before the first step")
     _begin(job, trainer, process.is_rank0)
@@ -120,8 +120,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             logger = stack.enter_context(MetricsLogger(job, done, trainer.plan, trainer.last_step, losses))
         after = AfterStep(job, trainer, process, logger)
         losses.put(model.user_state)  # which AfterStep reads as it was committed
-        steps = range(done + 1, 1 if job.export else job.steps + 1)
-        if not job.export:
+        steps = range(done + 1, 1 if job.settings.export else job.steps + 1)
+        if not job.settings.export:
             after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
         lap, was_interrupted = Lap(trainer), True
         for step in steps:
@@ -149,7 +149,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 rate = tokens / seconds
                 per_device = rate / process.world_size
                 took = step_metrics(result, seconds, per_device, per_device * flops_per_token, lap.usage, moved)
-                epoch = "" if job.tokenizer is None else f", epoch {step * job.batch_size / job.batches.rows:.2f}"
+                epoch = (
+                    "" if job.tokenizer is None else f", epoch {step * job.settings.batch_size / job.batches.rows:.2f}"
+                )
                 bound_by = f", bound by {bound(result.busy_seconds)}" if result.busy_seconds else ""
                 text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
                 logger.step(step, result, lr, took, text)
@@ -157,13 +159,13 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             _begin(job, trainer, process.is_rank0)
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
-                raise Stopped(f"stopped after step {step}, which is committed. {job.how_to_continue}")
+                raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
             was_interrupted = after.run(step)
             if was_interrupted:
                 lap = Lap(trainer)
             if after.is_late(step, seconds):
                 break
-        if not job.export:
+        if not job.settings.export:
             after.is_over()
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
@@ -171,20 +173,20 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     _begin(job, trainer, process.is_rank0)
     summary.add_moved(lap.next()[1])
     process.enter("after the last step")
-    is_saved = job.save and not after.time_is_up
+    is_saved = job.settings.save and not after.time_is_up
     if is_saved:
         _export(job, trainer, process.is_rank0)
     if not process.is_rank0:
         return
-    if logger is not None and not (after.time_is_up or job.export):
+    if logger is not None and not (after.time_is_up or job.settings.export):
         after.forget(math.inf)
         logger.note_end(model.step_count)
-    for line in (after.last_words, "" if job.export else after.lost_best()):
+    for line in (after.last_words, "" if job.settings.export else after.lost_best()):
         if line:
             print(line, flush=True)
     if summary.steps:
         print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
-    elif not job.export:
+    elif not job.settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
 
@@ -207,10 +209,10 @@ def _begin(job: Job, trainer: Trainer, is_rank0: bool) -> None:
 
 def _check_ids(job: Job, batch: dict[str, Any]) -> None:
     largest = int(batch["input_ids"].max())
-    if largest >= job.vocab_size:
+    if largest >= job.choice.vocab_size:
         raise UserError(
-            f"The tokenizer gives token {largest}, and the model knows {job.vocab_size:,} tokens (0 to "
-            f"{job.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model: copy "
+            f"The tokenizer gives token {largest}, and the model knows {job.choice.vocab_size:,} tokens (0 to "
+            f"{job.choice.vocab_size - 1}): {job.checkpoint} holds a tokenizer that does not belong to its model: copy "
             "there the tokenizer files that come with the model."
         )
 
@@ -270,12 +272,12 @@ class AfterStep:
         """Return the checkpoints of up to ``step`` that are older than the ``--keep`` newest whole ones."""
         names = self._outputs.checkpoints(step)
         whole = [name for name in names if self._outputs.is_whole(name)]
-        return names[: names.index(whole[-self._job.keep])] if len(whole) >= self._job.keep else []
+        return names[: names.index(whole[-self._job.settings.keep])] if len(whole) >= self._job.settings.keep else []
 
     def lost_best(self) -> str:
         """Return a line if the best evaluation is of a step whose checkpoint is not there any more; else nothing."""
         (best, _), name = best_of(self._losses), f"{CHECKPOINTS}/{BEST}"
-        if self._job.save_every is None or not best:
+        if self._job.settings.save_every is None or not best:
             return ""
         if (is_whole := self._outputs.is_whole(name)) and self._step_of_best() == best:
             return ""
@@ -335,7 +337,7 @@ class AfterStep:
         """Have the next commit hold the best evaluation, and those after it that ``--patience`` counts."""
         best, _ = best_of(self._losses)
         steps = sorted(step for step in self._losses if step >= best)
-        later = steps[max(1, len(steps) - (self._job.patience or 0)) :]
+        later = steps[max(1, len(steps) - (self._job.settings.patience or 0)) :]
         losses = [(step, self._losses[step]) for step in (*steps[:1], *later)]
         self._trainer.model.user_state[_EVALUATIONS] = [
             [step, loss if math.isfinite(loss) else None] for step, loss in losses
@@ -345,7 +347,7 @@ class AfterStep:
         """Return whether an evaluation is due: before the first step, after the last, and as ``--eval-every`` says."""
         if self._job.held_out is None or step in self._losses:
             return False
-        every = self._job.eval_every
+        every = self._job.settings.eval_every
         return step in (0, self._job.steps) or (every is not None and step % every == 0)
 
     def run(self, step: int) -> bool:
@@ -355,26 +357,26 @@ class AfterStep:
     def is_over(self) -> bool:
         """Return whether evaluations have found nothing better for as long as ``--patience`` waits."""
         best, since = best_of(self._losses)
-        if self._job.patience is None or since < self._job.patience:
+        if self._job.settings.patience is None or since < self._job.settings.patience:
             return False
         loss = self._losses.get(best, math.nan)
         self.last_words = (
             f"ended early: no evaluation was better than that of step {best:,} (loss {loss:.4f}) "
-            f"{since} times in a row (--patience {self._job.patience})"
+            f"{since} times in a row (--patience {self._job.settings.patience})"
         )
         return True
 
     def is_late(self, step: int, seconds: float) -> bool:
         """Return whether another step like the last one, of ``seconds``, would go beyond ``--max-hours``."""
         job = self._job
-        if job.max_hours is None or step == job.steps:
+        if job.settings.max_hours is None or step == job.steps:
             return False
-        late = time.monotonic() - job.started_at + seconds > job.max_hours * 3600
+        late = time.monotonic() - job.settings.started_at + seconds > job.settings.max_hours * 3600
         self.time_is_up = self._process.agree(late)
         if self.time_is_up:
             self.last_words = (
                 f"ended after step {step:,} of {job.steps:,}, which is committed: another one would go "
-                f"beyond --max-hours {job.max_hours:g}. {job.how_to_continue}"
+                f"beyond --max-hours {job.settings.max_hours:g}. {job.settings.how_to_continue}"
             )
         return self.time_is_up
 
@@ -392,14 +394,14 @@ class AfterStep:
         return True
 
     def _save_best(self, step: int) -> bool:
-        if self._job.save_every is None or not step or best_of(self._losses)[0] != step:
+        if self._job.settings.save_every is None or not step or best_of(self._losses)[0] != step:
             return False
         name, evaluation = f"{CHECKPOINTS}/{BEST}", {"step": step, "loss": self._losses[step]}
         file = self._job.output / name / EVALUATION
         return self._checkpoint(name, lambda: json.loads(file.read_text()) == evaluation, evaluation)
 
     def _save(self, step: int) -> bool:
-        every = self._job.save_every
+        every = self._job.settings.save_every
         if every is None or not step or step % every or step == self._job.steps:
             return False
         is_new = self._checkpoint(f"{CHECKPOINTS}/{STEP}{step}", lambda: step <= self._resumed_from)
@@ -464,9 +466,9 @@ def evaluate(
 
 
 def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
-    what = f"writing the {'adapters' if job.adapters else 'checkpoint'} to {job.output}"
+    what = f"writing the {'adapters' if job.model.adapters is not None else 'checkpoint'} to {job.output}"
     if is_rank0:
-        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.export else ""
+        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.settings.export else ""
         print(f"{what}{done}", flush=True)
     with activity(what):
         _write(job, trainer.model, RESULT, is_rank0)
@@ -486,7 +488,7 @@ def _write(
             replace_file(folder / EVALUATION, json.dumps(evaluation) + "\n")
         if is_rank0:
             job.outputs.put(name)
-            if job.adapters and job.checkpoint is not None:
+            if job.model.adapters is not None and job.checkpoint is not None:
                 keep_for_adapter(job.checkpoint, job.output / name)
     except BaseException:
         if is_rank0:
@@ -500,7 +502,7 @@ def _save(job: Job, model: TrainedModel, folder: Path, is_rank0: bool) -> None:
     if is_rank0:
         if job.companions is not None:
             job.companions.write(folder)
-        job.template.write(folder)
+        job.choice.template.write(folder)
         if job.added_stops:
             write_stops(folder, job.generation_config, job.added_stops)
 
@@ -510,9 +512,9 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
     lines[kept] = f"{place} (safe to delete unless you will resume)"
     if is_saved:
-        loads = "PeftModel" if job.adapters else job.task_type.auto_class
+        loads = "PeftModel" if job.model.adapters is not None else job.model.task_type.auto_class
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
-        if job.adapters and job.checkpoint is not None:
+        if job.model.adapters is not None and job.checkpoint is not None:
             words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
             lines["to merge"] = shlex.join(map(str, words))
             if job.engine.weights.frozen_dtype in ("int8", "nf4"):

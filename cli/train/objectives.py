@@ -36,7 +36,7 @@ def objective_of(job: Job) -> Objective | None:
     if job.traits.loss is None:
         return None
     module, _, name = job.traits.loss.rpartition(".")
-    objective: Objective = getattr(importlib.import_module(module), name)(**job.objective_options)
+    objective: Objective = getattr(importlib.import_module(module), name)(**job.settings.named(job.traits.options))
     return objective
 
 
@@ -190,7 +190,7 @@ class ReferencePass:
             for step in range(number):
                 doing.what = f"computing the reference: batch {step + 1:,} of {number:,}"
                 if np.isnan(table[batches.row_numbers(step)]).any():
-                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), job.batch_size)
+                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), job.settings.batch_size)
         if self.writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             base = reference_identity(job, self.engine.base_identity)
@@ -229,7 +229,7 @@ def _sum_of(batches: PackedBatches, table: np.ndarray, steps: int) -> str:
 def reference_identity(job: Job, base: str) -> str:
     """Return what tells the model before training: the hash of its weights, ``base``, and those of adapters, unless
     these begin as no change."""
-    if not job.adapters or isinstance(job.engine.weights.adapters, AdapterOptions):
+    if job.model.adapters is None or isinstance(job.engine.weights.adapters, AdapterOptions):
         return base
     adapters = [job.fixed.get(name) for name in ("--adapter", "--peft-config", "--seed")]
     return f"{base} {adapters}"

@@ -69,14 +69,14 @@ def _train_rank(settings: Settings, rank: RankProcess, stack: contextlib.ExitSta
     if placement is not None and rank.is_rank0 and not rank.restarted:
         print(f"nodes    {placement}", flush=True)
     check_shared(job.output)
-    open_ = InMemoryTrainer if job.in_memory else open_trainer
+    open_ = InMemoryTrainer if job.settings.in_memory else open_trainer
     with activity("reading the weights, on every rank", announced=rank.is_rank0):
         trainer = open_(job, topology, rank, launches)
     try:
         train(job, trainer, rank)
     except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
         if trainer.can_continue_after(error):
-            error.add_note(job.how_to_continue)
+            error.add_note(job.settings.how_to_continue)
         raise
     dist.barrier()
     trainer.model.close()
@@ -117,7 +117,7 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
     folders = [path / job.run_name for path in job.ssd]
     leaving = job.engine.store.folders_to_leave
     name = rank_folder(topology.local_rank)
-    continued = job.resume or _is_restart(folders[0] / name, launches)
+    continued = job.settings.resume or _is_restart(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
         if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
@@ -133,10 +133,10 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
         run_name=name,
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
-        batch_shape=(-(-job.batch_size // topology.world_size) * job.batches.rows_per_item, job.seq_len),
+        batch_shape=(-(-job.settings.batch_size // topology.world_size) * job.batches.rows_per_item, job.seq_len),
         topology=topology,
     )
-    return Engine(job.checkpoint or job.model, config)  # type: ignore[call-arg] # the config has ssd
+    return Engine(job.checkpoint or job.settings.model, config)  # type: ignore[call-arg] # the config has ssd
 
 
 def _is_restart(folder: Path, launches: Collection[str]) -> bool:
@@ -151,8 +151,8 @@ class InMemoryTrainer(Trainer):
 
     def __init__(self, job: Job, topology: Topology, rank: RankProcess, launches: Collection[str]) -> None:
         self.model = self._trainer = trainer = _open_commits(job, topology, launches)
-        self.is_resumed = job.resume or rank.restarted
-        sent_bytes = trainer.planned_sent_bytes(job.batch_size)
+        self.is_resumed = job.settings.resume or rank.restarted
+        sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
         self.plan = {"strategy": trainer.sharding.strategy.name, "sent_bytes_per_step": sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))
         self._job, self._rank = job, rank
@@ -168,7 +168,7 @@ class InMemoryTrainer(Trainer):
             self._trainer.commit()
 
     def evaluate(self, batches: Batches) -> EvaluationResult:
-        return evaluate(batches, self._job.batch_size, self._trainer.eval_loss)
+        return evaluate(batches, self._job.settings.batch_size, self._trainer.eval_loss)
 
     def stop_requested(self) -> bool:
         return self._stop_requested
@@ -203,12 +203,12 @@ def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fc
         micro_batch=engine.memory.micro_batch,
         seed=engine.seed,
         host_cache_bytes=None if cache is None else cache // topology.ranks_per_node,
-        device_cache_threshold=job.device_cache_threshold,
+        device_cache_threshold=job.settings.device_cache_threshold,
         towers=engine.towers,
         router_loss=engine.router_loss,
     )
     adapters = engine.adapters if engine.saved_adapter is None else engine.saved_adapter.directory
-    trainer = fcdp.trainer.Trainer(job.checkpoint or job.model, topology, config, directory, adapters)
+    trainer = fcdp.trainer.Trainer(job.checkpoint or job.settings.model, topology, config, directory, adapters)
     if broadcast_from_rank0(lambda: _is_continued(job, launches)):
         trainer.resume()
     else:
@@ -221,32 +221,34 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """Return the name of the strategy. If one is to be chosen, rank 0 does, as only it need know the cluster, which is
     measured before if no file describes it. Collective.
     """
-    if job.strategy not in (None, AUTO):
-        return job.strategy
-    profile, cluster = job.output / PROFILE, job.cluster
-    unnamed = job.strategy is None and cluster is None
+    if job.settings.strategy not in (None, AUTO):
+        return job.settings.strategy
+    profile, cluster = job.output / PROFILE, job.settings.cluster
+    unnamed = job.settings.strategy is None and cluster is None
     if unnamed and (topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))):
         return DEFAULT
     micro_batch, micro_batches = _micro_batches(job, topology)
     has_measured = broadcast_from_rank0(lambda: has_profile(profile, topology.levels))
     if cluster in (None, AUTO):
         if not has_measured:
-            measure_cluster(job.config, profile, topology, micro_batch, job.seq_len, job.engine.dtype)
+            measure_cluster(job.choice.config, profile, topology, micro_batch, job.seq_len, job.engine.dtype)
         cluster = str(profile)
 
     def choose() -> str:
         workload = Workload.of_model(
-            job.config,
+            job.choice.config,
             seq_len=job.seq_len,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            trainable_ratio=trained_share(job.engine, job.config),
+            trainable_ratio=trained_share(job.model),
             dtype_bytes=DTYPES[job.engine.dtype].itemsize,
-            cache_threshold=job.device_cache_threshold,
+            cache_threshold=job.settings.device_cache_threshold,
             router_loss=job.engine.router_loss,
         )
         levels = topology.levels
-        choice = choose_strategy(cluster_of(cluster, job.levels, levels.nodes, levels.ranks_per_node), workload, levels)
+        choice = choose_strategy(
+            cluster_of(cluster, job.settings.levels, levels.nodes, levels.ranks_per_node), workload, levels
+        )
         seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
         print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
         return choice.name
@@ -262,7 +264,7 @@ def _began_unmeasured(job: Job, launches: Collection[str]) -> bool:
 
 def _micro_batches(job: Job, topology: Topology) -> tuple[int, int]:
     """Return the sequences that a rank computes at once, and how often it does in a step."""
-    rows = job.batch_size / topology.world_size
+    rows = job.settings.batch_size / topology.world_size
     micro_batch = min(job.engine.memory.micro_batch or math.ceil(rows), math.ceil(rows))
     return micro_batch, math.ceil(rows / micro_batch)
 
@@ -274,4 +276,4 @@ def _is_continued(job: Job, launches: Collection[str]) -> bool:
     If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
     """
     commit = EarlierRun(job.output, (), in_memory=True).commit or {}
-    return job.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))
+    return job.settings.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))

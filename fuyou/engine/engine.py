@@ -27,6 +27,7 @@ from fuyou.model.loss.token_head import HeadFunction
 from fuyou.model.open_model import adapters_off, check_reference
 from fuyou.optimizer.adam import check_learning_rate
 from fuyou.option_groups import EngineOptions, typed_as
+from fuyou.planner import RunPlan
 from fuyou.runtime.accounting import StepReport
 
 
@@ -34,7 +35,7 @@ from fuyou.runtime.accounting import StepReport
 class EngineArguments(EngineOptions):
     """The arguments of :class:`Engine`, for type checkers."""
 
-    model: str | os.PathLike[str] | PreTrainedConfig = field(kw_only=False)
+    model: str | os.PathLike[str] | PreTrainedConfig | RunPlan = field(kw_only=False)
     config: EngineConfig | None = field(default=None, kw_only=False)
 
 
@@ -51,7 +52,8 @@ class Engine(EngineFigures):
     Every step is committed: after any end, ``resume=True`` continues from the last one, bit for bit.
 
     Args:
-        model: checkpoint directory, preset name, or transformers configuration (the last two: random weights).
+        model: checkpoint directory, preset name, or transformers configuration (the last two: random weights); or a
+            :class:`fuyou.planner.RunPlan` of a run with this ``config``, which then is not planned again.
         config: everything else that can be said about the run; or:
         options: the same by the options' own names, listed below. Only ``ssd`` must be given.
 
@@ -68,15 +70,19 @@ class Engine(EngineFigures):
 
     @typed_as(EngineArguments)
     def __init__(
-        self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | PreTrainedConfig | RunPlan,
+        config: EngineConfig | None = None,
+        **options: Any,
     ):
         if config is not None and options:
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
         config = config or EngineConfig.of(**options)
-        if not isinstance(model, str | os.PathLike | PreTrainedConfig):
+        if not isinstance(model, str | os.PathLike | PreTrainedConfig | RunPlan):
             raise UserError(f"Engine takes a checkpoint's directory or a configuration, not a {type(model).__name__}.")
         self.lr = config.optimizer.lr
-        self._model, self._asked = model, config
+        self._model = (model.job.model.checkpoint or model.job.config) if isinstance(model, RunPlan) else model
+        self._asked = config
         _release(config)
         self._pid = os.getpid()
         run = OpenRun(model, config)

@@ -34,30 +34,25 @@ from fuyou.engine.common_decisions import (
 )
 from fuyou.engine.runtime import Room, Runtime
 from fuyou.engine.write_watch import WriteWatch
-from fuyou.layout.cutting import whole_elements
-from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import allocate_extents
 from fuyou.layout.record_sums import RecordSums
 from fuyou.layout.share import Share
 from fuyou.model.chunk_survey import chunk_survey
-from fuyou.model.open_model import OpenModel, check_reference
+from fuyou.model.open_model import check_reference
 from fuyou.optimizer.absent_gradients import MissedUpdates
-from fuyou.optimizer.clipping import ClipStatistics
 from fuyou.optimizer.process.client import OptimizerLink
-from fuyou.pieces.division import in_pieces
-from fuyou.planner import PlannerContext, choose_settings
-from fuyou.planner.training_job import fitting_layout, training_job_of_run
+from fuyou.planner import RunPlan, choose_settings
+from fuyou.planner.training_job import job_of_run, open_model
 from fuyou.runtime.device import deterministic_algorithms, open_device
 from fuyou.runtime.ranks import Agreement, connect, share_of
-from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.memory_planner import MemoryPlanner
 
 
 class OpenRun:
     """Everything that a run has open.
 
     Args:
-        model: checkpoint directory, preset name, or transformers configuration.
+        model: checkpoint directory, preset name, or transformers configuration; or the plan of a run of these options
+            by a process that is alone, which then opens no model again and plans no memory again.
         config: what is requested; :attr:`config` is what becomes of it.
 
     Raises:
@@ -65,7 +60,7 @@ class OpenRun:
         FinetuneError: something failed; then, too.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig):
+    def __init__(self, model: str | os.PathLike[str] | PreTrainedConfig | RunPlan, config: EngineConfig):
         self.closed = False
         self.agreement = Agreement(Share())  # until the other ranks are met
         self.files: RunFiles | None = None
@@ -76,6 +71,7 @@ class OpenRun:
         self._determinism = contextlib.ExitStack()
         try:
             self._open_device(model, config)
+            self._prove()
             self._open_model()
             self._keep_micro_batch()
             self._choose()
@@ -124,7 +120,7 @@ class OpenRun:
 
     # -- one after the other --------------------------------------------------------------------------------------
 
-    def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig, config: EngineConfig) -> None:
+    def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig | RunPlan, config: EngineConfig) -> None:
         if torch.get_default_device().type != "cpu":
             raise UserError(
                 f"PyTorch makes all tensors on {torch.get_default_device()}, and the engine needs some on the host: "
@@ -135,13 +131,18 @@ class OpenRun:
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that is resumed: leave it out.")
-        saved = config.weights.adapters
-        read = [each for each in (model, saved) if isinstance(each, str | os.PathLike)]
-        self._watched = WatchedFiles(*read)
-        self.model_config, self.checkpoint = load_config(model)
+        given = self._given = model if isinstance(model, RunPlan) else None
+        if isinstance(model, RunPlan):
+            self.model_config, self.checkpoint = model.job.config, model.job.model.checkpoint
+            read = [self.checkpoint, config.weights.adapters]
+        else:
+            read = [model, config.weights.adapters]
+        self._watched = WatchedFiles(*(each for each in read if isinstance(each, str | os.PathLike)))
+        if not isinstance(model, RunPlan):
+            self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())
-        device = config.device
+        device = config.device if given is None else given.device
         self.device = open_device(device) if isinstance(device, str | torch.device) else device
         share = share_of(config.topology)
         self.topology = config.topology if share.world_size > 1 else None  # one rank alone is alone
@@ -154,64 +155,38 @@ class OpenRun:
             config = config.with_options(host_cache=config.host_cache // share.ranks_per_node)
         config.check_clipping(share.world_size)
         self.config = config
-        self.limits = common_limits(config, self.device, self.agreement)
+        self.limits = common_limits(config, self.device, self.agreement) if given is None else given.limits
         # Without a budget of the user's, what the plan falls short of may come from what else is free.
         self.device.cap_memory(None if config.memory.device_memory is None else self.limits[1])
         self._link = OptimizerLink()  # imports PyTorch while the model is built
-        if config.prove:
-            prove_once(config, self.model_config, self.agreement)
+
+    def _prove(self) -> None:
+        assert self._link is not None
+        if self.config.prove:
+            prove_once(self.config, self.model_config, self.agreement)
         self._link.wait_until_up()
         self.meter.start()
 
     def _open_model(self) -> None:
-        config, share = self.config, share_of(self.topology)
+        config, share, device = self.config, share_of(self.topology), self.device.torch_device
         seed_run(config.seed)
-        self.model = OpenModel(
-            self.model_config,
-            config.precision,
-            self.device.torch_device,
-            adapters=config.adapters,
-            trainable=config.trainable,
-            frozen=config.frozen_dtype,
-            seed=config.seed,
-            router_loss=config.router_loss,
-            checkpoint=self.checkpoint,
-            towers=config.towers,
-            images=config.memory.images,
-            saved=None if config.store.resume else config.saved_adapter,
-        )
-        self._source = self.model.weights()
-        shape = replace(self.model.shape, padded=config.memory.padded)
-        self.model.shape = self._cut_blocks(shape, share)
+        plan = self._given
+        if plan is None:
+            model = open_model(config, self.model_config, self.checkpoint, device)
+            rows, seq_len = self._planned_batch()
+            stored = {name: self._stored(name) for name in ("piece_bytes",)} if config.store.resume else {}
+            job = job_of_run(type(model.model).__name__, config, model, rows, seq_len, stored).among(share)
+            plan = RunPlan(job, self.device, self.limits, self._ssd)
+        self.plan, self.model = plan, plan.job.model
+        self._source = self.model.weights
+        self.shape = plan.fitted.shape
+        self.model.shape = self.shape.shared(Share())
         if config.memory.reference:
             check_reference(self.model)
-        if self.model.shape.orders and config.prove:
+        if self.shape.orders and config.prove:
             prove_once(config, self.model_config, self.agreement, pieces=True)
-        self.shape = self.model.shape.shared(share)
         if share.rank:
             seed_run(config.seed + share.rank)  # what drops out differs, as the sequences do
-
-    def _cut_blocks(self, shape: ModelLayout, share: Share) -> ModelLayout:
-        config, (host, device) = self.config, self.limits
-        asked = self._stored("piece_bytes") if config.store.resume else config.piece_bytes
-        if asked is not None:
-            return self._as_filled(in_pieces(self.model.stack, shape, asked))
-        if config.store.resume:
-            return shape
-
-        def plan(layout: ModelLayout) -> MemoryPlan:
-            layout = self._as_filled(layout.shared(share))
-            planner = MemoryPlanner(layout, self.model_config, device, host, self.device.shares_host_memory)
-            memory = config.memory
-            return planner.plan(*self._planned_batch(), memory.micro_batch, config.loss_inputs, memory.chunk)
-
-        return self._as_filled(fitting_layout(self.model.stack, shape, plan, cut=config.memory.chunk is None))
-
-    def _as_filled(self, shape: ModelLayout) -> ModelLayout:
-        """Return a layout with what its source cannot read by rows; whole blocks stay as they are."""
-        if not shape.orders:
-            return shape
-        return replace(shape, read_whole=whole_elements(shape.records, self._source.reads_rows))
 
     def _planned_batch(self) -> tuple[int, int]:
         """Return the shape of a batch that memory is planned for before the first one comes."""
@@ -222,16 +197,17 @@ class OpenRun:
     def _keep_micro_batch(self) -> None:
         """Let a continued run with batches as they were compute as many sequences at once as it did, if memory allows:
         sums are rounded in that order, and how much memory is free is another matter each time."""
-        config, memory, (host, device) = self.config, self.config.memory, self.limits
+        config, memory = self.config, self.config.memory
         if not config.store.resume or memory.micro_batch is not None or memory.batch_shape is None:
             return
         stored = self._stored("micro_batch")
         if not stored or tuple(stored[:2]) != tuple(memory.batch_shape):
             return
-        planner = MemoryPlanner(self.shape, self.model_config, device, host, self.device.shares_host_memory)
+        chunk = memory.chunk or (stored[3] if len(stored) > 3 else None) or None
+        kept = replace(self.plan, job=replace(self.plan.fitted, micro_batch=stored[2], chunk=chunk))
         with contextlib.suppress(UserError):
-            chunk = memory.chunk or (stored[3] if len(stored) > 3 else None) or None
-            planner.plan(*memory.batch_shape, stored[2], config.loss_inputs, chunk)
+            _ = kept.memory
+            self.plan = kept
             self.config = config.with_options(micro_batch=stored[2], chunk=chunk)
 
     def _stored(self, name: str) -> Any:
@@ -246,10 +222,7 @@ class OpenRun:
         config = self.config
         if not config.automatic or config.memory.batch_shape is None:
             return
-        statistics = ClipStatistics.of_run(config.store.folders) if config.store.resume else ClipStatistics()
-        training = training_job_of_run(config, self.model, self.shape, config.memory.batch_shape, statistics)
-        context = PlannerContext(training, self.device, self.limits, self._ssd)
-        choice = choose_settings(context, self.agreement, self.topology)
+        choice = choose_settings(self.plan, self.agreement, self.topology)
         if choice is None and config.store.drive_life:
             warnings.warn(
                 "drive_life is not applied: nothing was measured with this model, precision, and batch on these "
@@ -259,7 +232,7 @@ class OpenRun:
         if choice is not None:
             choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
             self.config = config.with_options(**choice)
-            self.write_watch = WriteWatch.of_run(context, self.agreement)
+            self.write_watch = WriteWatch.of_run(self.plan, self.agreement)
 
     def _open_runtime(self) -> None:
         assert self._link is not None

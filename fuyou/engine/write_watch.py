@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from common.units import Interval, merge, total
-from fuyou.planner import PlannerContext
+from fuyou.planner import RunPlan
 from fuyou.planner.profiling import Profile, save
 from fuyou.runtime.ranks import Agreement
 
@@ -26,7 +26,7 @@ class WriteWatch:
         slow_rate: bytes per second that this rank writes, once that has become slow; else None.
     """
 
-    def __init__(self, profile: Profile, context: PlannerContext, ranks: int):
+    def __init__(self, profile: Profile, context: RunPlan, ranks: int):
         self.slow_rate: float | None = None
         self._profile, self._context, self._ranks = profile, context, ranks
         self._planned = profile.write_bytes_per_second / ranks
@@ -37,7 +37,7 @@ class WriteWatch:
         self._warned = False
 
     @classmethod
-    def of_run(cls, context: PlannerContext, agreement: Agreement) -> "WriteWatch | None":
+    def of_run(cls, context: RunPlan, agreement: Agreement) -> "WriteWatch | None":
         """Return a watch with the profile of the first rank, which has chosen for all. Collective.
 
         None without a profile, and where a CPU computes: it takes cores from the threads that write, so that a low rate

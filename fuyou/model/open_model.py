@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -13,18 +14,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common.errors import UserError, did_you_mean
-from common.models.adapters.adapters import Adapters
-from common.models.adapters.options import SavedAdapter
-from common.models.adapters.towers import adapt_towers
+from common.errors import UserError
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.random_source import RandomSource
-from common.models.checkpoint.sources import CheckpointSource, WeightSource
-from common.models.meta_model import build_meta_model
+from common.models.checkpoint.sources import WeightSource
 from common.models.structure import fp32_parameters
-from common.models.task_type import task_type_of
-from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Precision
@@ -33,31 +29,27 @@ from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
 
 
-class OpenModel:
-    """A model without its weights.
+class OpenModel(AdaptedModel):
+    """A model without its weights, in parts that are computed one after the other, and the records that hold them.
 
     Args:
         config: configuration of the model.
         precision: dtypes of what is trained; frozen weights have the same dtype.
         device: where blocks compute.
         adapters: adapters that are trained, while everything else is frozen.
-        trainable: names of the only parameters that are trained; ``*`` stands for anything.
+        trainable: names of the only parameters that are trained; ``*`` matches any text.
         frozen: how the blocks' frozen matrices are stored; None: as in the checkpoint, if that is compressed.
         seed: seed of the adapters' first values and of random weights.
         router_loss: whether a mixture of experts' router loss is a part of the loss
             (:mod:`fuyou.model.loss.router_loss`).
-        checkpoint: where weights come from; None for random ones. It is opened only if it is compressed and something
-            is frozen, for then the records depend on what is in it.
-        towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
+        checkpoint: where weights come from; None for random ones. Here it is opened only if it is compressed and
+            something is frozen, for then the records depend on what is in it.
         images: whether batches come with images.
-        draw: whether adapters' first values are needed; see :class:`Adapters`.
-        saved: adapters of the configuration ``adapters`` to begin with.
+        options: towers, draw, and saved, as of :class:`AdaptedModel`.
 
     Attributes:
-        base: the model without adapters, for its names; if there are none, it is the one that ``stack`` runs.
         stack: the model, in parts.
         shape: its records.
-        adapters: its adapters, or None.
         router_loss: its router loss, or None.
 
     Raises:
@@ -77,31 +69,13 @@ class OpenModel:
         seed: int = 0,
         router_loss: str = "auto",
         checkpoint: Path | None = None,
-        towers: TowerFreezing = DEFAULT_FREEZING,
         images: bool = False,
-        draw: bool = True,
-        saved: SavedAdapter | None = None,
+        **options: Any,
     ):
-        if adapters is not None and trainable is not None:
-            raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
-        self.config, self._seed, self._checkpoint = config, seed, checkpoint
-        self.task_type = task_type_of(config)  # Task that the model's head is for
-        self.source: CheckpointSource | None = None
-        """Checkpoint that training begins with, once it is opened; None if weights are random."""
-        model = self.base = build_meta_model(config, dtype=precision.dtype, checkpoint=checkpoint)
-        self.adapters: Adapters | None = None
-        if adapters is not None:
-            model = build_meta_model(config, dtype=precision.dtype)
-            if saved is None:  # whose configuration says what it adapts
-                adapt_towers(model, adapters, towers)
-            self.adapters = Adapters(model, adapters, seed, draw, saved)
-        elif trainable is not None:
-            self._freeze_all_but(trainable)
-        else:
-            for name in towers.frozen(model):
-                model.get_parameter(name).requires_grad_(False)
-        self.router_loss = find_router_loss(model, router_loss)
-        self.stack = StreamedModel(model, device)
+        super().__init__(config, precision.dtype, adapters, trainable, seed, checkpoint, **options)
+        self._seed = seed
+        self.router_loss = find_router_loss(self.model, router_loss)
+        self.stack = StreamedModel(self.model, device)
         experts = 0 if self.router_loss is None else self.router_loss.experts
         compressed = self._compressed(frozen)
         if frozen is None:
@@ -116,10 +90,9 @@ class OpenModel:
             return kept
         return {name for name, before in self.adapters.base_names.items() if before in kept}
 
+    @cached_property
     def weights(self) -> WeightSource:
-        """Return the source of the first values, after checking it and filling the model's buffers from it."""
-        if self._checkpoint is not None and self.source is None:
-            self.source = CheckpointSource(self._checkpoint, self.base)
+        """Source of the first values, after checking it and filling the model's buffers from it."""
         source: WeightSource = self.source or RandomSource(self.base, self._seed)
         source.check()
         for name, value in source.read_buffers():
@@ -146,27 +119,20 @@ class OpenModel:
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
         compressed: dict[str, CompressedParameter] = {}
-        if self._checkpoint is not None and method_of(self._checkpoint) is not None:
-            source = self.source = CheckpointSource(self._checkpoint, self.base)
+        if self.checkpoint is not None and method_of(self.checkpoint) is not None:
+            source = self.source
+            assert source is not None
             before = self.adapters.base_names if self.adapters is not None else {}
             for name in names:
                 if (parameter := source.compressed(before.get(name, name))) is not None:
                     compressed[name] = parameter
         if frozen is FrozenDtype.CHECKPOINT and not compressed:
-            where = "random weights have none" if self._checkpoint is None else f"{self._checkpoint} is not compressed"
+            where = "random weights have none" if self.checkpoint is None else f"{self.checkpoint} is not compressed"
             raise UserError(
                 f"--frozen-dtype checkpoint keeps frozen weights in the bytes of a compressed checkpoint, and {where}: "
                 "leave it out."
             )
         return compressed
-
-    def _freeze_all_but(self, patterns: Sequence[str]) -> None:
-        parameters = dict(self.base.named_parameters())
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in parameters):
-                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, parameters)}")
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 # Settings of an adapter that do not change what it computes.

@@ -2,82 +2,27 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common.activity import activity
 from common.errors import UserError
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.machine import RankLinks, machine_of_one_rank, profiled_machine
-from fuyou.planner.profiling import Profile, ProfiledWorkload, load, save
-from fuyou.planner.profiling.measure import measure
+from fuyou.planner.run_plan import RunPlan
 from fuyou.planner.search import choose
-from fuyou.planner.training_job import TrainingJob, fitting_job
 from fuyou.runtime.device import Device
 from fuyou.runtime.ranks import Agreement, ClusterTopology, gather
-from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.memory_planner import MemoryPlanner
 
 _SMALL_BYTES, _SMALL_ROUNDS = 64, 8  # For the fixed cost of an exchange
 _LARGE_BYTES = 16 << 20  # For the rate: 0.13 s at 1 Gbit/s
 
 
-@dataclass(frozen=True)
-class PlannerContext:
-    """A run on this machine, before it begins.
-
-    Every property raises ``UserError`` if not even one block fits the memory limits.
-    """
-
-    job: TrainingJob
-    device: Device  # Device that computes
-    limits: tuple[int, int]  # Bytes of host memory and of device memory
-    directories: Sequence[Path]  # Directories of the run, one per drive
-
-    @cached_property
-    def memory(self) -> MemoryPlan:
-        """Return the buffers of the run with default settings."""
-        (host, device), shared = self.limits, self.device.shares_host_memory
-        job = fitting_job(self.job, device, host, shared)
-        planner = MemoryPlanner(job.shape, job.config, device, host, shared)
-        return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
-
-    @cached_property
-    def workload(self) -> ProfiledWorkload:
-        """Return what a profile for this run measures: its micro-batch."""
-        job, memory = self.job, self.memory
-        return ProfiledWorkload(
-            job.config,
-            job.shape.precision,
-            memory.batch.micro_rows,
-            memory.batch.columns,
-            tuple(self.directories),
-            memory.head_columns,
-            memory.chunk_elements,
-        )
-
-    @cached_property
-    def profile(self) -> Profile | None:
-        """Return the cached profile of this machine and model, or None."""
-        return load(self.workload, self.device)
-
-
-def profile_or_measure(context: PlannerContext) -> Profile:
-    if context.profile is not None:
-        return context.profile
-    with activity("measuring this machine with this model, which is kept for the next time"):
-        return save(measure(context.workload, context.device), context.workload, context.device)
-
-
 def choose_settings(
-    context: PlannerContext, agreement: Agreement, topology: ClusterTopology | None = None
+    plan: RunPlan, agreement: Agreement, topology: ClusterTopology | None = None
 ) -> dict[str, Any] | None:
     """Return the engine's options for the fastest run on this machine, or None without a profile of machine and model.
 
@@ -85,16 +30,16 @@ def choose_settings(
     is that of the memory plan. The simulations take 0.1 s (a small model) to 3 s (160 layers).
 
     Args:
-        context: this rank's part of the run, with its drives and the limits that all ranks have.
+        plan: this rank's part of the run, with its drives and the limits that all ranks have.
         topology: links to the other ranks, which are measured; None if there are no other ranks.
     """
-    is_rank0, is_profiled = context.job.shape.share.rank == 0, False
+    is_rank0, is_profiled = plan.job.shape.share.rank == 0, False
     with contextlib.suppress(UserError):  # the engine will say what does not fit
-        is_profiled = is_rank0 and context.profile is not None
+        is_profiled = is_rank0 and plan.profile is not None
     if not agreement.all_gather_object(is_profiled)[0]:
         return None
-    links = None if topology is None else measure_links(topology, context.device, agreement)
-    chosen = agreement.all_gather_object(_best_settings(context, links) if is_rank0 else None)[0]
+    links = None if topology is None else measure_links(topology, plan.device, agreement)
+    chosen = agreement.all_gather_object(_best_settings(plan, links) if is_rank0 else None)[0]
     if chosen is None:
         return None
     operators, layers = chosen["kept_activations"]
@@ -102,13 +47,13 @@ def choose_settings(
     return {**chosen, "kept_activations": policy}
 
 
-def _best_settings(context: PlannerContext, links: RankLinks | None) -> dict[str, Any] | None:
+def _best_settings(plan: RunPlan, links: RankLinks | None) -> dict[str, Any] | None:
     """Return the options as JSON, from a profile that there is; None if nothing fits."""
-    job, (host, device) = context.job, context.limits
-    assert context.profile is not None
-    rows, ranks = context.memory.batch.micro_rows, job.shape.share.ranks_per_node
-    shared = context.device.shares_host_memory
-    machine = profiled_machine(context.profile, shared, device, host * ranks, context.directories, None)
+    job, (host, device) = plan.fitted, plan.limits
+    assert plan.profile is not None
+    rows, ranks = plan.memory.batch.micro_rows, job.shape.share.ranks_per_node
+    shared = plan.device.shares_host_memory
+    machine = profiled_machine(plan.profile, shared, device, host * ranks, plan.directories, None)
     if links is not None:
         machine = machine_of_one_rank(machine, ranks, links)
     try:

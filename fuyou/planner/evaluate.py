@@ -43,7 +43,7 @@ class Evaluator:
         self.machine = machine
         self._too_small: UserError | None = None
         try:
-            job = fitting_job(job, machine.device_bytes, machine.host_bytes, machine.cpu)
+            job, _ = fitting_job(job, machine.device_bytes, machine.host_bytes, machine.cpu)
         except UserError as error:
             self._too_small = error  # which every candidate meets
         self.job, self._device = job, "cpu" if machine.cpu else "cuda"

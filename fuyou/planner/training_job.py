@@ -1,9 +1,11 @@
 """The job that a plan is made for: a model, a batch, and settings, without weights; and pieces for its blocks."""
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from common.models.flops import hardware_flops_per_token, model_flops_per_token
 from common.models.presets import load_config
 from common.models.vision import DEFAULT_FREEZING, TowerFreezing
 from fuyou.config import EngineConfig
+from fuyou.layout.cutting import whole_elements
 from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import SLOTS, Kind, Precision
@@ -35,9 +38,8 @@ class TrainingJob:
     """A model, a batch, and the settings that the user has decided."""
 
     name: str
-    config: PreTrainedConfig
-    stack: StreamedModel  # The model, on the meta device
-    shape: ModelLayout
+    model: OpenModel
+    shape: ModelLayout  # Its records as the run stores them: in pieces, or as one of several ranks sees them
     rows: int  # Sequences per step and rank
     seq_len: int
     clips: bool = False  # Whether updates wait for the gradient's norm: to clip, or to skip steps
@@ -47,6 +49,7 @@ class TrainingJob:
     deferred_fraction: float | None = None  # Fraction of the blocks with deferred updates; None: chosen
     host_cache: int | None = None  # Maximum bytes of host memory that only save reading and writing; None: what is left
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
+    whole_blocks: bool = False  # Whether blocks stay whole even if they do not fit, as those of a run that has begun
     activation_policy: ActivationPolicy | None = None  # Operator outputs to save; None: chosen
     commit_every: int = 1
     # Days that the drives' warranted writes must last; 0: any; None: write least among nearly the fastest.
@@ -55,6 +58,15 @@ class TrainingJob:
     clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
     attended: int | None = None  # Tokens that each token attends to; None: all of a row
+    reads_rows: Callable[[str], bool] | None = None  # Whether weights can be read by rows; None: all can
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.model.config
+
+    @property
+    def stack(self) -> StreamedModel:
+        return self.model.stack
 
     @cached_property
     def model_flops_per_token(self) -> float:
@@ -110,27 +122,64 @@ class TrainingJob:
         )
 
 
-def training_job_of_run(
-    config: EngineConfig,
-    model: OpenModel,
-    shape: ModelLayout,
-    batch_shape: tuple[int, int],
-    clip_statistics: ClipStatistics,
-) -> TrainingJob:
-    """Return the planner's view of an engine's run.
+def open_model(
+    options: EngineConfig, config: PreTrainedConfig, checkpoint: Path | None, device: torch.device, draw: bool = True
+) -> OpenModel:
+    """Open the model of a run with these options, whose dtype is settled.
 
     Args:
-        batch_shape: (sequences, tokens per sequence).
-        clip_statistics: how often gradients were clipped so far.
+        checkpoint: directory of its weights; None: they are random.
+        draw: whether the first values of adapters are needed.
     """
+    return OpenModel(
+        config,
+        options.precision,
+        device,
+        frozen=options.frozen_dtype,
+        router_loss=options.router_loss,
+        images=options.memory.images,
+        **adapted_as(options),
+        checkpoint=checkpoint,
+        draw=draw,
+    )
+
+
+def adapted_as(options: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of an :class:`AdaptedModel` that say what a run with these options trains."""
+    return {
+        "adapters": copy.deepcopy(options.adapters),  # which a model's own rules change
+        "trainable": options.trainable,
+        "seed": options.seed,
+        "towers": options.towers,
+        "saved": None if options.store.resume else options.saved_adapter,
+    }
+
+
+def job_of_run(
+    name: str, options: EngineConfig, model: OpenModel, rows: int, seq_len: int, stored: Mapping[str, Any]
+) -> TrainingJob:
+    """Return the job of a run with these options, on one rank.
+
+    Args:
+        name: of the model, for people.
+        rows, seq_len: shape of a batch.
+        stored: manifest of the run that is continued; empty if there is none.
+    """
+    planned = planned_options(options)
+    statistics = ClipStatistics()
+    if options.store.resume:
+        planned["piece_bytes"] = stored.get("piece_bytes")
+        statistics = ClipStatistics.of_run(options.store.folders)
     return TrainingJob(
-        type(model.stack.model).__name__,
-        model.config,
-        model.stack,
-        shape,
-        *batch_shape,
-        **planned_options(config) | {"piece_bytes": shape.piece_bytes},
-        clipped_share=clip_statistics.share,
+        name,
+        model,
+        replace(model.shape, images=options.memory.images, padded=options.memory.padded),
+        rows,
+        seq_len,
+        **planned,
+        whole_blocks=options.store.resume and planned["piece_bytes"] is None,
+        clipped_share=statistics.share,
+        reads_rows=lambda name: model.weights.reads_rows(name),  # weights are not opened for whole blocks
     )
 
 
@@ -199,9 +248,8 @@ def describe_training(
         saved=saved,
     )
     return TrainingJob(
-        type(opened.stack.model).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
-        config,
-        opened.stack,
+        type(opened.model).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
+        opened,
         replace(opened.shape, padded=padded),
         rows,
         seq_len,
@@ -213,56 +261,13 @@ PARTS = (2, 4, 8, 16, 32, 64, 128)  # Numbers of pieces that are tried for the l
 BUFFERS = 4  # Device buffers that pieces should have: two ahead of their use, two in use
 
 
-def fitting_layout(
-    stack: StreamedModel, shape: ModelLayout, plan: Callable[[ModelLayout], MemoryPlan], cut: bool = True
-) -> ModelLayout:
-    """Return ``shape`` if its blocks fit into memory, else the model with blocks in pieces that fit.
+def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool) -> tuple[TrainingJob, MemoryPlan]:
+    """Return ``job`` with blocks in pieces, if they are too large for the machine or the job requests pieces, and the
+    memory of a run with default settings.
 
     Pieces are as large as possible without taking memory from micro-batches, because fewer micro-batches read
     parameters less often. Among equally good sizes, those with the most bytes on the device are best: uploads overlap
     longer computations, and more pieces are still there for the next micro-batch. Larger pieces win ties.
-
-    Args:
-        plan: returns the memory plan of a layout.
-        cut: whether blocks may be in pieces.
-
-    Raises:
-        UserError: if nothing fits; says how much would.
-    """
-    try:
-        plan(shape)
-        return shape
-    except UserError as error:
-        if shape.orders or not cut:
-            raise
-        too_small = error
-    largest = shape.block_elements * shape.precision.parameter_bytes
-    layouts: list[tuple[tuple[int, ...], ModelLayout]] = []
-    divided: ModelLayout | None = None
-    for parts in PARTS:
-        try:
-            before, divided = divided, in_pieces(stack, shape, largest // parts)
-        except UserError as error:
-            raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
-        if before is not None and len(before.records) == len(divided.records):
-            continue  # nothing of it can be cut further
-        try:
-            fitting = plan(divided)
-        except UserError as error:
-            too_small = error
-            continue
-        batch, buffers = fitting.batch, fitting.counts.device_blocks
-        on_device = buffers * divided.sizes[Kind.BLOCK].device_nbytes
-        passes = batch.passes_in_pieces(bool(shape.sizes[Kind.BLOCK].trained_elements))
-        layouts.append(((-passes, min(buffers, BUFFERS), on_device, batch.micro_rows), divided))
-    if not layouts:
-        raise too_small
-    most = max(rank for rank, _ in layouts)
-    return next(layout for rank, layout in layouts if rank == most)
-
-
-def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool) -> TrainingJob:
-    """Return ``job`` with blocks in pieces, if they are too large for the machine or the job requests pieces.
 
     Args:
         device_bytes, host_bytes: memory that it may use.
@@ -271,17 +276,59 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
     Raises:
         UserError: if nothing fits (says how much would), or only pieces fit and the loss needs a reference.
     """
-    if job.shape.orders:
-        return job
 
-    def plan(layout: ModelLayout) -> MemoryPlan:
-        planner = MemoryPlanner(layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
+    def plan(fitted: TrainingJob) -> MemoryPlan:
+        planner = MemoryPlanner(fitted.shape, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
         return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
-    if job.piece_bytes is not None:
-        shape = in_pieces(job.stack, job.shape, job.piece_bytes)
+    if job.piece_bytes is not None and not job.shape.orders:
+        fitted = _cut(job, job.piece_bytes)
+        memory = plan(fitted)
+    elif job.shape.orders or job.whole_blocks or job.chunk is not None:
+        fitted, memory = job, plan(job)
     else:
-        shape = fitting_layout(job.stack, job.shape, plan, cut=job.chunk is None)
+        try:
+            fitted, memory = job, plan(job)
+        except UserError as error:
+            fitted, memory = _largest_pieces(job, plan, error)
     if job.loss.reference:
-        check_whole_blocks(shape)
-    return replace(job, shape=shape)
+        check_whole_blocks(fitted.shape)
+    return fitted, memory
+
+
+def _largest_pieces(
+    job: TrainingJob, plan: Callable[[TrainingJob], MemoryPlan], too_small: UserError
+) -> tuple[TrainingJob, MemoryPlan]:
+    largest = job.shape.block_elements * job.shape.precision.parameter_bytes
+    fitting: list[tuple[tuple[int, ...], TrainingJob, MemoryPlan]] = []
+    divided: TrainingJob | None = None
+    for parts in PARTS:
+        try:
+            before, divided = divided, _cut(job, largest // parts)
+        except UserError as error:
+            raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
+        if before is not None and len(before.shape.records) == len(divided.shape.records):
+            continue  # nothing of it can be cut further
+        try:
+            memory = plan(divided)
+        except UserError as error:
+            too_small = error
+            continue
+        buffers = memory.counts.device_blocks
+        on_device = buffers * divided.shape.sizes[Kind.BLOCK].device_nbytes
+        passes = memory.batch.passes_in_pieces(bool(job.shape.sizes[Kind.BLOCK].trained_elements))
+        rank = (-passes, min(buffers, BUFFERS), on_device, memory.batch.micro_rows)
+        fitting.append((rank, divided, memory))
+    if not fitting:
+        raise too_small
+    most = max(rank for rank, *_ in fitting)
+    return next((divided, memory) for rank, divided, memory in fitting if rank == most)
+
+
+def _cut(job: TrainingJob, piece_bytes: int) -> TrainingJob:
+    """Return the job with blocks in pieces of at most ``piece_bytes``."""
+    share = job.shape.share
+    shape = in_pieces(job.stack, job.shape.shared(Share()), piece_bytes)
+    if job.reads_rows is not None:
+        shape = replace(shape, read_whole=whole_elements(shape.records, job.reads_rows))
+    return replace(job, shape=shape.shared(share), piece_bytes=shape.piece_bytes)

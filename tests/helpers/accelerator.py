@@ -11,6 +11,7 @@ page-locked: for anything else CUDA would take temporaries, and wait. *Device me
 import contextlib
 import ctypes
 import random
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -82,7 +83,9 @@ class QueuedDevice(Device):
             return copy(target, source, *options, **named)
 
         monkeypatch.setattr(torch.Tensor, "copy_", strictly_copied)
-        monkeypatch.setattr(fuyou.engine.opening, "open_device", lambda name: device)
+        for module in ("fuyou.engine.opening", "cli.job.resolve"):
+            if module in sys.modules:
+                monkeypatch.setattr(f"{module}.open_device", lambda name: device)
         monkeypatch.setattr(StepComputation, "_run", run)
         monkeypatch.setattr(StepComputation, "_run_all", run_all_and_synchronize)
         return self

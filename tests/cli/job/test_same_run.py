@@ -8,34 +8,37 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from cli.job.job import Job
-from cli.job.machine import PlannedRun
 from cli.job.model import ChatTemplate
 from cli.job.outputs import Outputs
 from cli.job.resolve import _check_space
 from cli.job.resumed import check_same_run, fixed_options
+from cli.options.command import option_fields
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import RandomBatches
 from common.errors import UserError
-from common.models.task_type import TaskType
-from common.units import format_bytes
+from common.units import format_bytes, format_count
+from fuyou.model.open_model import OpenModel
+from fuyou.planner.training_job import job_of_run
 
 
-def job(**changes: Any) -> Job:
-    given = {name: changes.pop(name) for name in ("seed", "schedule", "data", "truncate") if name in changes}
-    settings = Settings(model="m", batch_size=4, dtype="bf16", **given)
+def job(output: Path = Path("out"), **changes: Any) -> Job:
+    options = {field.name for field in option_fields(Settings)} - {"ssd"}  # a job has the directories themselves
+    given = {name: changes.pop(name) for name in list(changes) if name in options - {"seq_len"}}
+    settings = Settings(model="m", batch_size=4, dtype="bf16", output=output, **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=100)
+    choice = SimpleNamespace(config=config, checkpoint=None, template=ChatTemplate(None, date.today()))
+    model = OpenModel(config, settings.engine.precision, torch.device("cpu"))
     made = Job(
-        model="m", config=config, architecture="LlamaForCausalLM", task_type=TaskType.CAUSAL_LM, vocab_size=100,
-        parameters=10**6, checkpoint=None, template=ChatTemplate(None, date.today()), gpu=None, output=Path("out"),
-        outputs=Outputs(Path("out"), "id"),
-        ssd=(Path("ssd"),), run_name="store", seq_len=16, batch_size=4, batches=RandomBatches(100, 16, 4),
-        data_key="abc", learning_rate=rate, engine=settings.engine, fixed=fixed_options(settings),
-        planned=PlannedRun(config, 4, 16, settings.engine, None, False, "cpu", [Path("ssd")]),
+        settings=settings, engine=settings.engine, choice=choice, model=model,
+        training=job_of_run("m", settings.engine, model, 4, 16, {}), gpu=None, outputs=Outputs(output, "id"),
+        ssd=changes.pop("ssd", (Path("ssd"),)), run_name="store", seq_len=16, batches=RandomBatches(100, 16, 4),
+        data_key="abc", learning_rate=rate, fixed=fixed_options(settings),
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -98,9 +101,9 @@ def test_a_constant_rate_may_run_longer_but_not_end_before_now() -> None:
 def test_the_header_says_what_it_will_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.job.job.slow_updates", lambda precision: ("slow", f"in {precision.optimizer}"))
     made = job()
-    assert made.store_bytes == made.planned.training.record_bytes
+    assert made.training is not None and made.store_bytes == made.training.record_bytes
     lines = (
-        "1 M parameters",
+        f"{format_count(made.parameters)} parameters",
         f"ssd/store: {format_bytes(made.store_bytes)}",
         "10 of 4 x 16 tokens",
         "updates  slow in adamw",
@@ -114,6 +117,7 @@ def test_room_for_every_checkpoint_is_looked_for(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Job, "store_bytes", 24 * 10**6)
     saving = job(output=tmp_path, ssd=(tmp_path,), save_every=2)
     saving = replace(saving, held_out=saving.batches)
+    monkeypatch.setattr(Job, "parameters", 10**6)
     for free in (32 * 10**6, 31 * 10**6):
         with (
             contextlib.nullcontext()

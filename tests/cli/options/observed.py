@@ -23,16 +23,16 @@ import cli.plan.cluster
 import cli.plan.out_of_core
 import cli.train.ranks
 from cli.job.job import Job
-from cli.job.model import adapters_of_run
 from cli.main import main
+from cli.options.all_options import ClusterSettings, OutputSettings
 from common.data import Batches
-from common.models.adapters.adapters import Adapters
-from common.models.meta_model import build_meta_model
+from common.models.adapters.adapted_model import AdaptedModel
 from common.scratch import PREFIX
 from fcdp.strategy.mesh import Levels
 from fuyou.config import EngineConfig
 from fuyou.model.open_model import OpenModel
 from fuyou.model.streamed_model import StreamedModel
+from fuyou.planner import RunPlan
 from fuyou.runtime.device import Device
 
 
@@ -51,9 +51,13 @@ class Observed(NamedTuple):
 
 # Fields that repeat what was typed, whether anything reads it or not.
 _ECHOES = {
-    Job: {"configuration", "arguments", "how_to_continue", "fixed", "changes", "started_at", "outputs"},
+    Job: {"settings", "fixed", "outputs"},
     EngineConfig: {"weights"},  # what is trained, and how it is stored, is read from the model's records
+    RunPlan: {"limits"},  # what memory is free differs each time
 }
+# Options that the loop of a run reads, from groups that hold nothing else.
+_OF_LOOP = {field.name for group in (ClusterSettings, OutputSettings) for field in dataclasses.fields(group)}
+_OF_LOOP |= {"model", "objective", "batch_size", "cluster", "levels", "resume", "overwrite"}
 
 
 def as_text(value: Any) -> str:
@@ -70,6 +74,9 @@ def as_text(value: Any) -> str:
         return as_text([type(value).__name__, value.rows, value.description, value.batch(0)])
     if isinstance(value, PreTrainedModel):
         return type(value).__name__ + str(value.config.to_json_string())
+    if isinstance(value, AdaptedModel):
+        where = "" if value.adapters is None else value.adapters.where
+        return as_text([value.base, value.checkpoint, value.trained_parameters, where])
     if isinstance(value, StreamedModel | Device):
         return type(value).__name__
     if isinstance(value, enum.Enum | torch.dtype):
@@ -104,14 +111,10 @@ def _last_ones(words: Sequence[str]) -> list[str]:
     return [command, *(word for name, values in options.items() for word in (name, *values))]
 
 
-def _adapters(engine: EngineConfig, model: PreTrainedModel) -> Adapters:
-    # A model that is remembered must not be changed.
-    return adapters_of_run(engine, build_meta_model(model.config))
-
-
 def _job_text(job: Job) -> str:
-    trained = job.planned.training if job.nodes is None else None
-    return as_text([job, job.engine.adapters, trained])
+    settings = job.settings
+    read = settings.named(_OF_LOOP - {"output"} | set(settings.traits.options))
+    return as_text([job, job.engine.adapters, read, job.output, settings.adapters_in_words])
 
 
 class Observer:
@@ -122,10 +125,9 @@ class Observer:
         self._seen: dict[tuple[str, ...], Observed] = {}
         self._patch = patch
         self._remember("fuyou.planner.training_job.OpenModel")
+        self._remember("cli.job.resolve.AdaptedModel")
         for module in ("cli.job.resolve", "cli.job.machine"):
             patch.setattr(f"{module}.fastest_dtype", lambda device: "fp32" if device == "cpu" else "bf16")
-        self._remember("cli.job.resolve.build_meta_model")
-        patch.setattr("cli.job.resolve.adapters_of_run", _adapters)
         self._remember("cli.plan.cluster.plan")
         self._remember("cli.plan.out_of_core.search", then=lambda plan: self._say(plan.to_json()))
         patch.setattr("cli.main.stay_offline", lambda download: self._say("downloads", download))
@@ -248,6 +250,6 @@ class Observer:
             )
         job = cli.job.resolve.resolve(settings)
         self._said.append(_job_text(job))
-        if job.in_memory:
+        if job.settings.in_memory:
             cli.train.ranks._open_commits(job, topology, ())
         self._end(topology.levels)

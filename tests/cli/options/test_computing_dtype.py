@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.job.machine import plan_at_hand
+from cli.job.machine import job_at_hand
 from cli.job.resumed import EarlierRun
 from cli.main import main
 from cli.options.command import parse_command_line
 from cli.options.config_file import effective_config
 from cli.options.settings import Settings
+from fuyou.layout.record import DTYPES
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_run_says_what_it_computes_in_and_continues_in_that(
 
 def test_what_is_requested_is_not_decided(fastest: list[str]) -> None:
     for dtype, decided in (("auto", "fp32"), ("bf16", "bf16")):
-        assert plan_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").engine.dtype == decided
+        assert job_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").shape.precision.dtype == DTYPES[decided]
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(

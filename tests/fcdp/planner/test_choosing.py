@@ -11,7 +11,7 @@ from emulated.throttle import IoThrottle
 
 import fcdp
 from fuyou.layout.record import Precision
-from fuyou.planner import PlannerContext, describe_training
+from fuyou.planner import RunPlan, describe_training
 from fuyou.planner.choose_settings import measure_links
 from fuyou.planner.profiling import save
 from fuyou.runtime.device import Device, memory_limits, open_device
@@ -24,11 +24,11 @@ from tests.helpers.profiles import PROFILE
 SEQ_LEN = 12
 
 
-def context_of(topology: fcdp.Topology, run: Run) -> PlannerContext:
+def context_of(topology: fcdp.Topology, run: Run) -> RunPlan:
     device, share = open_device("cpu"), share_of(topology)
     job = describe_training(run.model, run.rows, SEQ_LEN, precision=Precision.named("fp32")).among(share)
     limits = memory_limits(device, cases.OPTIONS["host_memory"], None, share.ranks_per_node)
-    return PlannerContext(job, device, limits, cases.directories(run.folder, topology.rank, run.ssds))
+    return RunPlan(job, device, limits, cases.directories(run.folder, topology.rank, run.ssds))
 
 
 def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path, **rates: float) -> cases.Outcome:

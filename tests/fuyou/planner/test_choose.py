@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from common.errors import UserError
 from fuyou.layout.share import ALONE
 from fuyou.planner import (
-    PlannerContext,
+    RunPlan,
     choose_settings,
     describe_training,
     profile_or_measure,
@@ -40,11 +40,11 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         measured.append(workload)
         return replace(PROFILE, measured_at=time.time())
 
-    monkeypatch.setattr(import_module("fuyou.planner.choose_settings"), "measure", measure)
+    monkeypatch.setattr(import_module("fuyou.planner.run_plan"), "measure", measure)
     job, device = describe_training(CONFIG, 8, 64), emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
-    first = PlannerContext(job, device, LIMITS, [tmp_path])
+    first = RunPlan(job, device, LIMITS, [tmp_path])
     assert first.profile is None
-    again = PlannerContext(job, device, LIMITS, [tmp_path])
+    again = RunPlan(job, device, LIMITS, [tmp_path])
     assert profile_or_measure(first) == profile_or_measure(again) == again.profile
     assert measured == [first.workload]
 
@@ -57,7 +57,7 @@ def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, mo
 
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling.blocks, "build_meta_model", build)
-    context = PlannerContext(describe_training(CONFIG, 8, 64), Device(), LIMITS, [tmp_path])
+    context = RunPlan(describe_training(CONFIG, 8, 64), Device(), LIMITS, [tmp_path])
     with pytest.raises(UserError, match=r"whole block of this model .* do not fit cpu"):
         profile_or_measure(context)
 
@@ -67,20 +67,20 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     device = emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
     job = describe_training(CONFIG, 8, 64)
     agreement = Agreement(ALONE)
-    context = PlannerContext(job, device, LIMITS, [tmp_path])
+    context = RunPlan(job, device, LIMITS, [tmp_path])
     assert choose_settings(context, agreement) is None
     slow = replace(  # of computing, so that outputs are worth keeping
         PROFILE, tokens=512, block_parameters=job.block_parameters // 8, block_forward_seconds=0.1,
         block_backward_seconds=0.3, measured_at=time.time(),
     )  # fmt: skip
     save(slow, context.workload, device)
-    choice = choose_settings(PlannerContext(job, device, LIMITS, [tmp_path]), agreement)
+    choice = choose_settings(RunPlan(job, device, LIMITS, [tmp_path]), agreement)
     assert choice is not None
     assert choice["micro_batch"] == context.memory.batch.micro_rows
     policy = choice["kept_activations"]
     assert policy.operators and policy.layers == 8
     two_layers = replace(job, activation_policy=replace(policy, layers=2))
-    fixed = choose_settings(PlannerContext(two_layers, device, LIMITS, [tmp_path]), agreement)
+    fixed = choose_settings(RunPlan(two_layers, device, LIMITS, [tmp_path]), agreement)
     assert fixed is not None and fixed["kept_activations"].layers == 2
 
 

@@ -15,7 +15,7 @@ from emulated.device import emulated_device
 from transformers import LlamaConfig
 
 from fuyou import Engine
-from fuyou.planner import Plan, PlannerContext, describe_training, profiled_machine, search
+from fuyou.planner import Plan, RunPlan, describe_training, profiled_machine, search
 from fuyou.planner.profiling import save
 from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.device import memory_limits
@@ -42,7 +42,7 @@ def planned(directory: Path, *, past_cache: bool = False) -> Plan:
     device = emulated_device(SPEC)
     job = describe_training(CONFIG, ROWS, SEQ_LEN, host_cache=0, drive_life=0)
     host, memory = memory_limits(device, HOST_MEMORY, None)
-    context = PlannerContext(job, device, (host, memory), [directory])
+    context = RunPlan(job, device, (host, memory), [directory])
     profile = context.profile or save(
         measure(context.workload, device, past_cache=past_cache), context.workload, device
     )

@@ -1,0 +1,98 @@
+"""A model without its weights, and what of it is trained: adapters, parameters that are named, or all but towers."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from peft import PeftConfig
+from transformers import PreTrainedConfig
+
+from common.errors import UserError, did_you_mean
+from common.models.adapters.adapters import Adapters
+from common.models.adapters.options import SavedAdapter
+from common.models.adapters.towers import adapt_towers
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.meta_model import build_meta_model
+from common.models.task_type import task_type_of
+from common.models.vision import DEFAULT_FREEZING, TowerFreezing
+
+
+class AdaptedModel:
+    """A model on the meta device, in which ``requires_grad`` says what is trained.
+
+    Args:
+        config: configuration of the model.
+        dtype: dtype that its weights compute in.
+        adapters: adapters that are trained, while everything else is frozen; filled in as ``peft`` does.
+        trainable: names of the only parameters that are trained; ``*`` matches any text.
+        seed: seed of the adapters' first values.
+        checkpoint: where weights come from; None for random ones. A model that cannot have these weights is refused.
+        towers: what of a vision-language model's towers is frozen, if ``trainable`` does not say it.
+        draw: whether adapters' first values are needed; see :class:`Adapters`.
+        saved: adapters of the configuration ``adapters`` to begin with.
+
+    Attributes:
+        base: the model without adapters, for its names; without adapters, the same as ``model``.
+        model: the model that computes.
+        adapters: its adapters, or None.
+        task_type: task that the model's head is for.
+
+    Raises:
+        UserError: there is no such model, it cannot be adapted, or no parameter has such a name.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        adapters: PeftConfig | None = None,
+        trainable: Sequence[str] | None = None,
+        seed: int = 0,
+        checkpoint: Path | None = None,
+        towers: TowerFreezing = DEFAULT_FREEZING,
+        draw: bool = True,
+        saved: SavedAdapter | None = None,
+    ):
+        if adapters is not None and trainable is not None:
+            raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
+        self.config, self.checkpoint = config, checkpoint
+        self.task_type = task_type_of(config)
+        self.model = self.base = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
+        self.adapters: Adapters | None = None
+        if adapters is not None:
+            self.model = build_meta_model(config, dtype=dtype)
+            if saved is None:  # whose configuration says what it adapts
+                adapt_towers(self.model, adapters, towers)
+            self.adapters = Adapters(self.model, adapters, seed, draw, saved)
+        elif trainable is not None:
+            self._freeze_all_but(trainable)
+        else:
+            for name in towers.frozen(self.base):
+                self.base.get_parameter(name).requires_grad_(False)
+
+    @cached_property
+    def source(self) -> CheckpointSource | None:
+        """Checkpoint that its weights come from, with its headers read and nothing checked; None: they are random."""
+        return None if self.checkpoint is None else CheckpointSource(self.checkpoint, self.base)
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's parameters, without adapters."""
+        return sum(parameter.numel() for parameter in self.base.parameters())
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of the parameters that are trained."""
+        if self.adapters is not None:
+            return self.adapters.trained_count
+        return sum(parameter.numel() for parameter in self.base.parameters() if parameter.requires_grad)
+
+    def _freeze_all_but(self, patterns: Sequence[str]) -> None:
+        parameters = dict(self.base.named_parameters())
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, parameters)}")
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
