@@ -20,7 +20,7 @@ _ANY_RATES = TaskRates(1e12, 1e10, 1e10, 1e9, 1e9, 1e9)  # No number of bytes de
 
 def announcement(job: Job) -> str:
     """Return what a run on random tokens does, with the bytes that it will write to the drives."""
-    created = sum(record.parameter_nbytes + record.state_nbytes for record in job.stored.shape.records)
+    created = sum(record.first_nbytes for record in job.stored.shape.records)
     assert job.plan is not None
     steady = simulate(job.stored.shape, job.plan.memory, _ANY_RATES, commit_every=job.engine.store.commit_every)
     written = steady.mean(StepList.ssd_written_bytes)

@@ -6,10 +6,12 @@ of a page costs more than copying it. So every buffer is one mapping, advised to
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -22,8 +24,10 @@ from common.units import format_bytes
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23  # Since Linux 5.14: take all pages, as a write to each would
 _MADV_COLLAPSE = 25  # Since Linux 6.1: make huge pages now, of shared memory too
-_ALLOCATE_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def round_up(value: int, unit: int) -> int:
@@ -56,39 +60,61 @@ class HostBuffer:
         except FinetuneError:
             self._close_file()
             raise
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
         self.array: np.ndarray = np.frombuffer(self._map, np.uint8, self.nbytes, self._start)
         """The bytes as a numpy array: ``uint8 [nbytes]``."""
         # from_numpy holds the array and so the mapping; frombuffer on the mapping itself would not.
         self._tensor: torch.Tensor = torch.from_numpy(self.array)
+        self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
 
     def touch(self) -> "HostBuffer":
-        """Write a zero into every page, so that neither page faults nor shortage occur in the training loop."""
-        if self.fd is not None:
-            self._allocate(self.fd)
-        self.array[::PAGE] = 0
+        """Take all pages from the system, on all cores, so that neither faults nor shortage occur in the training loop.
+
+        Raises:
+            FinetuneError: the system has no memory left.
+        """
+        return self._by_pieces(self._take if self.fd is None else self._take_shared)
+
+    def map_all(self) -> "HostBuffer":
+        """Map the pages of a memory file that another process has touched."""
+        return self._by_pieces(self._take)
+
+    def _by_pieces(self, work: Callable[[int, int], None]) -> "HostBuffer":
+        # The kernel makes huge pages of shared memory only from small ones. Piece by piece, those that one piece frees
+        # serve the next: three times as fast as all at once.
+        starts = range(0, self.nbytes, _PIECE_BYTES)
+        sizes = [min(_PIECE_BYTES, self.nbytes - start) for start in starts]
+        with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)))) as threads:
+            for _ in threads.map(work, starts, sizes):
+                pass
         return self
 
-    def _allocate(self, fd: int) -> None:
-        """Allocate the memory file's pages, huge ones where possible; a shortage is an error here, but SIGBUS later.
+    def _take(self, start: int, nbytes: int) -> None:
+        """Write to every page of a piece without a change of what is in it."""
+        error = self._advise(_MADV_POPULATE_WRITE, start, nbytes)
+        if error == errno.EINVAL:  # kernels before 5.14
+            self.array[start : start + nbytes : PAGE] |= 0
+        elif error:
+            raise self._shortage(error)
 
-        The kernel makes huge pages only from small ones. Piece by piece, those freed by one piece serve the next: three
-        times as fast as all at once, and as fast as small pages.
-        """
-        for start in range(0, self.nbytes, _ALLOCATE_PIECE_BYTES):
-            piece = min(_ALLOCATE_PIECE_BYTES, self.nbytes - start)
-            try:
-                os.posix_fallocate(fd, start, piece)
-            except OSError as error:
-                raise FinetuneError(
-                    f"The system has no {format_bytes(self.nbytes)} of shared memory left ({error.strerror})."
-                ) from error
-            self._advise(_MADV_COLLAPSE, start, piece)
+    def _take_shared(self, start: int, nbytes: int) -> None:
+        """Allocate a piece of the memory file, on huge pages where possible; a shortage would be SIGBUS later."""
+        assert self.fd is not None
+        try:
+            os.posix_fallocate(self.fd, start, nbytes)
+        except OSError as error:
+            raise self._shortage(error.errno) from error
+        self._advise(_MADV_COLLAPSE, start, nbytes)  # kernels without it have small pages: slower, still right
+        self._take(start, nbytes)
 
-    def _advise(self, advice: int, start: int, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # kernels without such huge pages: slower, still right
-            self._map.madvise(advice, self._start + start, nbytes)
+    def _shortage(self, error: int | None) -> FinetuneError:
+        reason = os.strerror(error or errno.ENOMEM)
+        return FinetuneError(f"The system has no {format_bytes(self.nbytes)} of memory left ({reason}).")
+
+    def _advise(self, advice: int, start: int, nbytes: int) -> int:
+        """Return the error number of ``madvise``; 0 if it did what was asked. Python's own would stop all threads."""
+        address = ctypes.c_void_p(self.array.ctypes.data + start)
+        failed = _LIBC.madvise(address, ctypes.c_size_t(nbytes), advice)
+        return ctypes.get_errno() if failed else 0
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """Return a tensor ``dtype [count]`` over the bytes from ``offset``."""
@@ -169,9 +195,8 @@ def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap, int]:
     room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     start = -address % HUGE_PAGE
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    mapped = libc.mmap(
+    _LIBC.mmap.restype = ctypes.c_void_p
+    mapped = _LIBC.mmap(
         ctypes.c_void_p(address + start),
         ctypes.c_size_t(nbytes),
         mmap.PROT_READ | mmap.PROT_WRITE,

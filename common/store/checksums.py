@@ -8,7 +8,7 @@ threads. Two different contents agree with a probability of about 2^-64: this fi
 
 import bisect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,12 @@ def checksum(data: "np.ndarray | torch.Tensor", first_page: int) -> int:
         hashes = np.concatenate([hashes, _host_hashes(padded)])
     numbers = np.arange(first_page, first_page + len(hashes), dtype=np.uint64)
     return int(mixed_words(hashes + mixed_words(numbers * GOLDEN_STEP)).sum())
+
+
+def checksum_of_zeros(first_page: int, nbytes: int) -> int:
+    """Return the checksum of ``nbytes`` zeros, whose first page has number ``first_page``."""
+    numbers = np.arange(first_page, first_page + -(-nbytes // ALIGNMENT), dtype=np.uint64)
+    return int(mixed_words(mixed_words(numbers * GOLDEN_STEP)).sum())  # the hash of a page of zeros is 0
 
 
 def _host_hashes(pages: np.ndarray) -> npt.NDArray[np.uint64]:
@@ -159,11 +165,20 @@ class ExtentChecksums:
             offset: of the first in the file.
             start: of the first in the extent.
         """
+        self._add(directory, offset, start, len(data), lambda done, nbytes, page: checksum(data[done:][:nbytes], page))
+
+    def add_zeros(self, directory: int, offset: int, start: int, nbytes: int) -> None:
+        """Add bytes as :meth:`add` does, which are zeros."""
+        self._add(directory, offset, start, nbytes, lambda done, nbytes, page: checksum_of_zeros(page, nbytes))
+
+    def _add(
+        self, directory: int, offset: int, start: int, count: int, checksum_of: Callable[[int, int, int], int]
+    ) -> None:
         page = (offset - self._extent.offset) // ALIGNMENT
         part, done = bisect.bisect_right(self._ends, start), 0
-        while done < len(data):
-            nbytes = min(self._ends[part] - start - done, len(data) - done)
-            value = checksum(data[done : done + nbytes], page + done // ALIGNMENT)
+        while done < count:
+            nbytes = min(self._ends[part] - start - done, count - done)
+            value = checksum_of(done, nbytes, page + done // ALIGNMENT)
             with self._lock:
                 totals = self._totals[part]
                 totals[directory] = (totals[directory] + value) % (1 << 64)

@@ -175,6 +175,15 @@ class Store:
         """
         return self._start("write", extent, buffer, offset, nbytes, sums)
 
+    def leave_zeros(self, extent: Extent, offset: int, nbytes: int, sums: ExtentChecksums) -> None:
+        """Add the checksums of bytes of a new store that nothing is written to.
+
+        Its files have their space, and nothing in it: there a file system returns zeros without asking the drive.
+        """
+        self._check_range("write", extent, offset, nbytes)
+        for directory, at, start, length in pieces(extent, len(self.directories), offset, nbytes):
+            sums.add_zeros(directory, at, offset + start, length)
+
     def sync(self, files: Iterable[str]) -> None:
         """Return when all finished writes to these files are durable, or raise; running writes are not waited for."""
         self._check_open()

@@ -1,6 +1,7 @@
 """Filling a new store with the first values of all records, in the memory of a few rows of a parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from common.models.checkpoint.sources import WeightSource
 from fuyou.layout.cutting import row_spans
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.record import Record
+from fuyou.layout.record import Kind, Record
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.optimizer.chunk_update import PASS_ELEMENTS
 from fuyou.optimizer.moments import split
@@ -19,28 +20,50 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """Write this rank's part of every record's first state: weights from ``source``; what is trained to slot
     ``target``, with zero moments.
 
-    Host parameter buffer 0 takes a record's weights and, where master weights are split, gradient buffer 0 their low 16
-    bits. Beyond that there are the rows that are read at once (:mod:`fuyou.layout.cutting`), and of a parameter whose
-    rows ``source`` cannot read alone the whole.
+    A host parameter buffer takes a record's weights and, where master weights are split, a gradient buffer their low 16
+    bits; where there are two of each, a record is written while the next is read. Beyond that there are the rows that
+    are read at once (:mod:`fuyou.layout.cutting`), or the whole of a parameter whose rows ``source`` cannot read alone.
     """
     reader = _SlotReader(source)
+    free = {kind: deque(range(_pairs_of_buffers(plane, kind))) for kind in Kind}
+    writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {kind: deque() for kind in Kind}  # the oldest first
+
+    def wait_for_oldest(kind: Kind) -> None:
+        buffer, written = writing[kind].popleft()
+        written()
+        free[kind].append(buffer)
+
     for record in plane.buffers.shape.records:
+        kind = record.kind
+        if not free[kind]:
+            wait_for_oldest(kind)
+        buffer = free[kind].popleft()
         fill = _fill_compressed if record.frozen is FrozenDtype.CHECKPOINT else _fill_values
-        fill(plane, reader, record)
-        plane.create(record, target)
+        fill(plane, reader, record, buffer)
+        writing[kind].append((buffer, plane.create(record, target, buffer)))
         plane.heap.trim()
+    for kind, pending in writing.items():
+        while pending:
+            wait_for_oldest(kind)
 
 
-def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record) -> None:
+def _pairs_of_buffers(plane: DataPlane, kind: Kind) -> int:
+    """Return how many records of a kind can be in host memory while a store is filled: two are enough."""
+    counts = plane.buffers.plan.counts
+    splits = any(record.trainable and record.precision.split for record in plane.buffers.shape.of_kind(kind))
+    return max(1, min(2, counts.host(kind), counts.host_gradients(kind) if splits else 2))
+
+
+def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer: int) -> None:
     encodes, dtype, share = bool(record.decoded_nbytes), record.precision.dtype, record.share
-    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes))
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes))
     # A record that is encoded, as a whole, of which this rank then keeps its slice; otherwise just the slice.
     values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
     start = 0 if encodes else share.stored_start(record.numel)
     low, low_start = None, share.owned_start(record.numel)
     if record.trainable and record.precision.split:
         kind, nbytes = record.precision.low_dtype, record.owned * record.precision.low_dtype.itemsize
-        low = torch.from_numpy(plane.buffers.host_gradients(record.kind, 0, nbytes)).view(kind).zero_()
+        low = torch.from_numpy(plane.buffers.host_gradients(record.kind, buffer, nbytes)).view(kind).zero_()
     stop = start + values.numel()
     slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.span]
     for position, tensor in reader.read(record, slots):
@@ -106,12 +129,12 @@ class _SlotReader:
         yield slot.offset, slot.taken_from(whole)
 
 
-def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record) -> None:
+def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, buffer: int) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes.
 
     Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
     """
-    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)).zero_()
+    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes)).zero_()
     with _encoded_record(plane, record, payload) as encoded:
         for slot, stored in record.stored_parameters(encoded):
             if slot.compressed is not None:

@@ -256,6 +256,12 @@ class Record:
         return self.precision.state_nbytes(self.owned) if self.trainable else 0
 
     @property
+    def first_nbytes(self) -> int:
+        """Return the bytes that are written to a new store: all but moments, which are zero."""
+        low = self.precision.components[0].nbytes(self.owned) if self.trainable and self.precision.split else 0
+        return self.parameter_nbytes + low
+
+    @property
     def parameter_count(self) -> int:
         return sum(slot.numel for slot in self.parameters)
 

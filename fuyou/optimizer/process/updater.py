@@ -57,7 +57,7 @@ class RecordUpdater:
     def __init__(self, setup: Setup, pipe: EnginePipe, shared_fd: int):
         self._setup, self._pipe = setup, pipe
         self._records = setup.records
-        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).touch()
+        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).map_all()  # the engine has touched it
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, throttle=setup.throttle)
         # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
@@ -167,20 +167,14 @@ class RecordUpdater:
     def _create(self, message: CreateRecord) -> None:
         record = self._records[message.record]
         parameters = self._parameter_bytes(message.parameters, record)
-        low: torch.Tensor | None = None
+        low: np.ndarray | None = None
         if record.precision.split:
-            region = self._setup.shared.gradients[record.kind]
-            low = self._shared.tensor(record.precision.low_dtype, region.start(message.low_bits), record.owned)
+            start = self._setup.shared.gradients[record.kind].start(message.low_bits)
+            low = self._shared.bytes(start, record.precision.components[0].nbytes(record.owned))
         chunks = self._chunks(message.record)
         write = self._writer.begin(message.record, message.target, len(chunks))
         for chunk in chunks:
-            memory = self._ring_memory(chunk)
-            for name, values in state_views(memory, record.precision).items():
-                if name == LOW and low is not None:
-                    values.copy_(low[chunk.start : chunk.stop])
-                else:
-                    values.zero_()
-            self._writer.write(write, memory, parameters)
+            self._writer.write_first(write, chunk, low, parameters)
 
     def _write_resident(self, message: WriteRecord) -> None:
         parameters = self._parameter_bytes(message.parameters, self._records[message.record])

@@ -86,18 +86,48 @@ class RecordWriter:
 
     def write(self, write: WriteBack, memory: ChunkMemory, parameters: np.ndarray) -> None:
         """Start writing one chunk; ``parameters`` are those of the whole record that this rank owns, ``uint8``."""
-        extents, chunk = self._extents[write.record], memory.chunk
-        precision = self._records[write.record].precision
-        width, nbytes = precision.parameter_bytes, precision.state_nbytes(chunk.stop - chunk.start)
-        at = precision.state_nbytes(chunk.start)
-        start_time = time.monotonic()
+        at, nbytes = self._place_of_states(write, memory.chunk)
         states = memory.buffer.bytes(memory.offset, nbytes)
-        futures = [self._store.write(extents.states[write.slot], states, at, nbytes, write.sums["states"])]
-        if "parameters" in write.sums:
-            extent, first, stop = extents.parameters[write.slot], chunk.start * width, chunk.stop * width
-            values, of_parameters = parameters[first:stop], write.sums["parameters"]
-            futures.append(self._store.write(extent, values, first, stop - first, of_parameters))
-        waiting = [len(futures)]
+        extent = self._extents[write.record].states[write.slot]
+        future = self._store.write(extent, states, at, nbytes, write.sums["states"])
+        self._wait(write, memory, [future, *self._write_parameters(write, memory.chunk, parameters)])
+
+    def write_first(self, write: WriteBack, chunk: Chunk, low: np.ndarray | None, parameters: np.ndarray) -> None:
+        """Start writing one chunk to a new store, with moments of zero: there is nothing to write of them.
+
+        Args:
+            low: low bits of the record's weights that this rank owns, ``uint8``; None if they are not split.
+        """
+        at, nbytes = self._place_of_states(write, chunk)
+        extent, sums = self._extents[write.record].states[write.slot], write.sums["states"]
+        futures = self._write_parameters(write, chunk, parameters)
+        written = 0
+        if low is not None:
+            component = self._records[write.record].precision.components[0]
+            first, written = component.nbytes(chunk.start), component.nbytes(chunk.stop - chunk.start)
+            futures.append(self._store.write(extent, low[first : first + written], at, written, sums))
+        self._store.leave_zeros(extent, at + written, nbytes - written, sums)
+        if not futures:  # the engine writes the parameters, and all states are zero
+            futures.append(Future())
+            futures[0].set_result(None)
+        self._wait(write, None, futures)
+
+    def _place_of_states(self, write: WriteBack, chunk: Chunk) -> tuple[int, int]:
+        """Return the first byte of a chunk's states in their extent, and their number."""
+        precision = self._records[write.record].precision
+        return precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
+
+    def _write_parameters(self, write: WriteBack, chunk: Chunk, parameters: np.ndarray) -> list[Future]:
+        if "parameters" not in write.sums:
+            return []
+        width = self._records[write.record].precision.parameter_bytes
+        first, stop = chunk.start * width, chunk.stop * width
+        extent, sums = self._extents[write.record].parameters[write.slot], write.sums["parameters"]
+        return [self._store.write(extent, parameters[first:stop], first, stop - first, sums)]
+
+    def _wait(self, write: WriteBack, memory: ChunkMemory | None, futures: Sequence[Future]) -> None:
+        """Note when all parts of a chunk are written; the ring gets its memory back then."""
+        waiting, start_time = [len(futures)], time.monotonic()
 
         def finished(future: Future) -> None:
             error = future.exception()
@@ -110,7 +140,7 @@ class RecordWriter:
                 write.intervals.append((start_time, time.monotonic()))
                 write.pending -= 1
                 complete = not write.pending
-            if not memory.resident:
+            if memory is not None and not memory.resident:
                 self._free.put(memory.buffer)
             if complete:
                 self._finish(write)

@@ -3,7 +3,7 @@
 What each kind of task does to bytes is one short method each; when it may do it, the schedule has said.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -61,17 +61,26 @@ class DataPlane:
         read, written = self._scratch.io_bytes()
         return self.optimizer.read_bytes + read, self.optimizer.written_bytes + written
 
-    def create(self, record: Record, target: int) -> None:
-        """Write a record's first state, whose split master weights are in host buffers 0; blocks until written."""
-        if not record.trainable:
-            values = self.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
-            self.stored.write_parameters(record, 0, values).result()
-            return
-        self.optimizer.create(record, target)
-        if record.share.nodes > 1:
-            nbytes = self.stored.extents[record.index].parameters[target].nbytes
-            values = self.buffers.host_parameters(record.kind, 0, nbytes)
-            self.stored.write_parameters(record, target, values).result()
+    def create(self, record: Record, target: int, buffer: int) -> Callable[[], None]:
+        """Write a record's first state, whose split master weights are in host buffers number ``buffer``.
+
+        Returns:
+            What waits until it is written, and these buffers are free again.
+        """
+        waits: list[Callable[[], object]] = []
+        if record.trainable:
+            waits.append(self.optimizer.create(record, target, buffer))
+        if not record.trainable or record.share.nodes > 1:
+            slot = target if record.trainable else 0
+            nbytes = self.stored.extents[record.index].parameters[slot].nbytes
+            values = self.buffers.host_parameters(record.kind, buffer, nbytes)
+            waits.append(self.stored.write_parameters(record, slot, values).result)
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
 
     def close(self) -> None:
         """Stop all workers, give all memory back, remove the scratch files."""

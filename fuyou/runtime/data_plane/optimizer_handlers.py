@@ -77,14 +77,19 @@ class OptimizerHandlers:
         )
         self._link.set_up(setup, self._answered, executor.fail, self._locks)
 
-    def create(self, record: Record, target: int) -> None:
-        """Write a trained record's first state, its split weights being in host buffers 0; blocks until written."""
+    def create(self, record: Record, target: int, buffer: int) -> Callable[[], None]:
+        """Write a trained record's first state, its split weights being in host buffers number ``buffer``; return what
+        waits until it is written."""
         event = self._created[record.index] = threading.Event()
-        self._link.send(CreateRecord(record.index, 0, 0, target))
-        while not event.wait(0.2):
-            failure = self._executor.failure
-            if failure is not None:
-                raise failure
+        self._link.send(CreateRecord(record.index, buffer, buffer, target))
+
+        def wait() -> None:
+            while not event.wait(0.2):
+                failure = self._executor.failure
+                if failure is not None:
+                    raise failure
+
+        return wait
 
     def close(self) -> None:
         self._link.close()
