@@ -48,11 +48,8 @@ class Steps:
 
     def __init__(self, run: OpenRun):
         self._run = run
-        self._current: StepComputation | None = None
-        self._in_flight = False
-        # Whether what is scheduled and what has run may differ. Set before either changes and cleared when both have,
-        # so that an exception in between, from any source, leaves it set.
-        self._torn = False
+        self._current: StepComputation | None = None  # The step that has begun and not ended
+        self._torn = False  # Whether what is scheduled and what has run may differ: see _indivisible
         self._norm: float | None = None  # of the step's gradient, once it is requested
         self.norm_parameter: torch.nn.Parameter | None = None
         """A scalar whose gradient is to be the norm of the whole gradient."""
@@ -70,11 +67,10 @@ class Steps:
         batch, labels = self._checked(given)
         self._fit(batch)
         current = self._begin(batch, labels, lr)
-        loss = current.loss = self._whole_loss(current)
-        self._check_finite(loss, 0.0)
-        output = EngineOutput(loss_tensor(loss, lambda: self._backward(current)), _aux_loss(current))
-        self._torn = False
-        return output
+        with self._indivisible():
+            loss = current.loss = self._whole_loss(current)
+            self._check_finite(loss, 0.0)
+        return EngineOutput(loss_tensor(loss, lambda: self._backward(current)), _aux_loss(current))
 
     def tokens(self, given: dict[str, Any], request: TokenRequest, lr: float) -> TokenOutput:
         """Begin a step whose loss the caller computes, or run a forward pass alone where gradients are disabled.
@@ -96,8 +92,9 @@ class Steps:
             current = self._evaluate(batch, labels, passing)
         else:
             current = self._begin(batch, labels, lr, passing)
-        current.loss = 0.0
-        self._whole_loss(current)  # which combines the router's
+        with self._indivisible() if train else contextlib.nullcontext():
+            current.loss = 0.0
+            self._whole_loss(current)  # which combines the router's
         values = dict(passing.values)
         if current.router is not None:
             values[AUX_LOSS] = torch.tensor(current.router.value)
@@ -111,7 +108,6 @@ class Steps:
             result.reference = TokenOutput(passing.reference, mask)
         if current.router is not None:
             result.aux_coefficient = current.router.coefficient
-        self._torn = False
         return result
 
     def note_loss(self, loss: float) -> None:
@@ -138,6 +134,13 @@ class Steps:
                 f"goes back to the last committed step ({self._run.commits.committed_step}), or engine.close()."
             )
 
+    @contextlib.contextmanager
+    def _indivisible(self) -> Iterator[None]:
+        """Do what must be done as a whole: an exception in between, from any source, leaves the run torn."""
+        before, self._torn = self._torn, True
+        yield
+        self._torn = before
+
     def _check_idle(self) -> None:
         self.check_whole()
         if self._current is not None:
@@ -151,19 +154,16 @@ class Steps:
     def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
         run, runtime = self._run, self._run.runtime
         start_time, step = time.monotonic(), run.step_count + 1
-        update = Update(
-            step,
-            replace(run.config.adam, lr=lr),
-        )
+        update = Update(step, replace(run.config.adam, lr=lr))
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
         micro = self._micro_batches(batch)
-        self._torn = self._in_flight = True
-        run.commits.begin(update)
-        tasks = runtime.scheduler.training_step(step, shape, commit=step % run.config.store.commit_every == 0)
-        current = self._current = self._computation(tasks, micro, labels, start_time, passing)
-        runtime.submit(tasks)
-        with self._shown(current):
-            current.forward()
+        with self._indivisible():
+            run.commits.begin(update)
+            tasks = runtime.scheduler.training_step(step, shape, commit=step % run.config.store.commit_every == 0)
+            current = self._current = self._computation(tasks, micro, labels, start_time, passing)
+            runtime.submit(tasks)
+            with self._shown(current):
+                current.forward()
         return current
 
     @contextlib.contextmanager
@@ -199,10 +199,8 @@ class Steps:
 
     def _backward(self, current: StepComputation) -> None:
         self._check_backward(current)
-        self._torn = True
-        with self._shown(current):
+        with self._indivisible(), self._shown(current):
             current.backward()
-        self._torn = False
 
     def end(self) -> StepReport:
         """End the step whose backward pass has been run, and say what it was like."""
@@ -214,25 +212,24 @@ class Steps:
         user = checked_user_state(run.user_state)
         assert current.tasks.end is not None
         norm = self.gradient_norm()
-        self._torn = True
-        self._check_finite(0.0, norm)
-        coefficient = clip_coefficient(norm, run.config.optimizer.max_grad_norm or math.inf)
-        clipped = coefficient is not None
-        if coefficient is not None:
-            run.commits.scale_gradients(step, coefficient)
-        run.step_count = step
-        planned = runtime.memory_plan.batch
-        micro_batch = planned.rows, planned.seq_len, planned.micro_rows, planned.chunk or 0
-        last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current)}
-        run.commits.end(step, run.device.torch_device, user, last, micro_batch)
-        runtime.plane.executor.finish(current.tasks.end)
-        again = False
-        if run.config.update_policy.speculative:
-            again = clipped and runtime.scheduler.speculative
-            runtime.submit(runtime.scheduler.resolve_speculation(step, clipped))
-        report = self._report(current, step, norm, clipped=clipped, updated_again=again)
-        self._current = self._norm = None
-        self._in_flight = self._torn = False
+        with self._indivisible():
+            self._check_finite(0.0, norm)
+            coefficient = clip_coefficient(norm, run.config.optimizer.max_grad_norm or math.inf)
+            clipped = coefficient is not None
+            if coefficient is not None:
+                run.commits.scale_gradients(step, coefficient)
+            run.step_count = step
+            planned = runtime.memory_plan.batch
+            micro_batch = planned.rows, planned.seq_len, planned.micro_rows, planned.chunk or 0
+            last = {"loss": current.loss, "grad_norm": norm, "aux_loss": _aux_loss(current)}
+            run.commits.end(step, run.device.torch_device, user, last, micro_batch)
+            runtime.plane.executor.finish(current.tasks.end)
+            again = False
+            if run.config.update_policy.speculative:
+                again = clipped and runtime.scheduler.speculative
+                runtime.submit(runtime.scheduler.resolve_speculation(step, clipped))
+            report = self._report(current, step, norm, clipped=clipped, updated_again=again)
+            self._current = self._norm = None
         return report
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
@@ -285,12 +282,11 @@ class Steps:
         reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
         run.runtime.plane.executor.wait(reductions)
         run.device.synchronize()
-        self._torn = True  # the squares are taken once
-        squares = run.runtime.ranks.take_squares(current.tasks.step)
         watch = run.write_watch
         slow = None if watch is None else watch.slow_rate
-        of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
-        self._torn = False
+        with self._indivisible():  # the squares are taken once
+            squares = run.runtime.ranks.take_squares(current.tasks.step)
+            of_all, slow_rates = zip(*run.agreement.all_gather_object((float(squares), slow)), strict=True)
         if watch is not None:
             watch.note(slow_rates)
         return math.sqrt(sum(of_all))
@@ -314,18 +310,16 @@ class Steps:
         micro, start_time = self._micro_batches(batch), time.monotonic()
         with run.model.stack.evaluating():
             try:
-                self._torn = True
-                tasks = runtime.scheduler.evaluation(run.step_count, shape)
-                computation = self._computation(tasks, micro, labels, start_time, passing)
-                runtime.submit(tasks)
-                self._torn = False
+                with self._indivisible():
+                    tasks = runtime.scheduler.evaluation(run.step_count, shape)
+                    computation = self._computation(tasks, micro, labels, start_time, passing)
+                    runtime.submit(tasks)
                 try:
                     computation.forward()
                 except BaseException:
-                    # What waits for the rest of this pass must not wait for ever: nobody looks at what it leaves.
-                    self._torn = True
-                    runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
-                    self._torn = False
+                    # What waits for the rest of this pass must not wait for ever: nothing reads what it leaves.
+                    with self._indivisible():
+                        runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
                     raise
             finally:
                 runtime.accounting.take()
@@ -370,9 +364,8 @@ class Steps:
             except BaseException:
                 runtime.memory_plan = before
                 raise
-            self._torn = True
-            runtime.reopen()
-            self._torn = False
+            with self._indivisible():
+                runtime.reopen()
 
     def _micro_batches(self, batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
         run, planned = self._run, self._run.runtime.memory_plan.batch
@@ -421,19 +414,18 @@ class Steps:
         if requested is None:
             requested = run.commits.committed_step
         if runtime.scheduler.pending or run.step_count != requested:
-            self._torn = True
-            runtime.submit(runtime.scheduler.flush(run.step_count, commit=True))
-            self._torn = False
+            with self._indivisible():
+                runtime.submit(runtime.scheduler.flush(run.step_count, commit=True))
         runtime.plane.executor.drain()
 
     def close(self) -> None:
         """Commit a finished step; discard one that is in flight."""
         if self._run.is_running:
-            if not (self._in_flight or self._torn):
-                self.flush()
-            elif self._current is not None:
+            if self._current is not None:
                 self._current.abandon()
                 self._finish_earlier_commit(self._current.tasks.step)
+            elif not self._torn:
+                self.flush()
         self._current = None
         self._torn = False
 

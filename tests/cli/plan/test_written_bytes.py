@@ -25,7 +25,7 @@ def count_written(monkeypatch: pytest.MonkeyPatch, commit_every: int) -> list[in
     Run and plan choose settings by the same profile.
     """
     profile = replace(PROFILE, measured_at=1.0)
-    monkeypatch.setattr(import_module("fuyou.planner.choose_settings"), "load", lambda *_: profile)
+    monkeypatch.setattr(import_module("fuyou.planner.run_plan"), "load", lambda *_: profile)
     step, written = Engine.step, list[int]()
 
     def counting_step(engine: Engine) -> StepReport:

@@ -23,7 +23,7 @@ CONFIG = '[model]\nmodel = "x"\n'
 def a_job(header: str = "model    a <b>model</b>", how_to_continue: str = "To continue: finetune --resume") -> Any:
     return SimpleNamespace(
         output=Path("tuned <&>"), architecture="Llama", parameters=1000, steps=1000, ssd=(), header=lambda: header,
-        nodes=None, how_to_continue=how_to_continue,
+        settings=SimpleNamespace(nodes=None, how_to_continue=how_to_continue),
     )  # fmt: skip
 
 

@@ -60,10 +60,11 @@ class Scene:
         self.call += 1
         model = SimpleNamespace(step_count=steps.start, user_state=json.loads(json.dumps(self.user_state)))
         job: Any = SimpleNamespace(
-            output=self.output, outputs=Outputs.read(self.output), save_every=2, keep=9, steps=99, eval_every=1,
-            held_out=SimpleNamespace(digest="x") if losses else None, patience=None, adapters=None, checkpoint=None,
+            output=self.output, outputs=Outputs.read(self.output), steps=99, checkpoint=None,
+            held_out=SimpleNamespace(digest="x") if losses else None, model=SimpleNamespace(adapters=None),
+            settings=SimpleNamespace(save_every=2, keep=9, eval_every=1, patience=None),
         )  # fmt: skip
-        vars(job).update(options)
+        vars(job.settings).update(options)
 
         def evaluate(held_out: Any) -> SimpleNamespace:
             assert losses is not None
