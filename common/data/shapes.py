@@ -28,7 +28,8 @@ ALPACA_PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 
-_WHOLE = ("messages", "conversations")
+# Columns with a whole conversation, also as JSON text
+WHOLE = ("messages", "conversations")
 # Columns with a pair's prompt, of which the first that has a value counts.
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
 # Columns that hold the prompt of pairs in other layouts, which would be trained on without it.
@@ -150,6 +151,15 @@ def layout_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     return there[0] if there else None
 
 
+def objects_read(record: dict[str, Any], kind: ItemKind | None) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    """Yield the record, and the object in it that holds the prompt (OpenAI's format): where it is, its values, and
+    which of them are read."""
+    yield "", record, columns_read(record, kind)
+    if kind is not None and kind.name == "pairs" and _is_openai(record):
+        read = columns_read(_from_openai(record), kind) - {*_PAIR, "margin"}
+        yield " of 'input'", record["input"], read
+
+
 def columns_read(record: Mapping[str, Any], kind: ItemKind | None) -> set[str]:
     """Return the columns of a record that are read; without a ``kind``, of documents and conversations."""
     if kind is not None and kind.name == "texts":
@@ -220,7 +230,7 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> str | list[Mes
     if column == "instruction":
         said = [require_text(record, name, where) for name in ("instruction", "input")]
         return [{"role": "user", "content": "\n".join(filter(None, said))}]
-    if column in _WHOLE or isinstance(value, list | dict):
+    if column in WHOLE or isinstance(value, list | dict):
         return messages_of(structured(record, column, where), column, where)
     return require_text(record, column, where)
 
@@ -242,7 +252,7 @@ def _check_context(record: Mapping[str, Any], where: str, prompt: str, asked: st
 def _history(record: Mapping[str, Any], where: str, prompt: str) -> Iterator[Message]:
     """Yield the turns of Alpaca's ``history``, a list of questions with their answers."""
     history = structured(record, "history", where) or []
-    if history and prompt in _WHOLE:
+    if history and prompt in WHOLE:
         raise UserError(f"{where} has a 'history' column and {prompt!r}, which holds all turns: leave one out.")
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
@@ -361,7 +371,8 @@ def _is_openai(values: Mapping[str, Any]) -> bool:
 def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
     if not _is_openai(values):
         return values
-    return {**values["input"], "chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
+    answers = {"chosen": values["preferred_output"], "rejected": values["non_preferred_output"]}
+    return {**values["input"], **answers, "margin": values.get("margin")}
 
 
 def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Example]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common.data.messages import LOSS_SWITCHES
+from common.data.messages import LOSS_SWITCHES, parsed
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import ItemKind, columns_read
+from common.data.shapes import WHOLE, ItemKind, objects_read
 from common.errors import UserError
 
 # TRL 1.16: SFTTrainer, DPOTrainer, RewardTrainer, and their earlier names
@@ -21,7 +21,7 @@ _REFERENCES = (
     "reference_logps",
 )  # fmt: skip
 # Columns with turns, and keys of the parts of their contents that are read, and of images
-_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_TURNS = (*WHOLE, "prompt", "completion", "chosen", "rejected", "preferred_output", "non_preferred_output")
 _PART = ("type", "text", "value")
 _IMAGE = {"image", "path", "url", "image_url", "bytes"}
 _NOTHING: tuple[Any, ...] = (None, "", [])
@@ -38,15 +38,15 @@ def noted(records: Iterable[DataRecord], counts: Counts, kind: ItemKind | None) 
         UserError: one of these columns changes the training in another tool.
     """
     for record in records:
-        read = columns_read(record.values, kind)
-        for name, value in record.values.items():
-            if name not in read and value not in _NOTHING:
-                if why := _refusal(name, value, kind):
-                    raise UserError(f"{record.where} has {name!r}, which is not read here: {why}")
-                counts.add_unread(repr(name[:40]))
-            elif name in _TURNS and isinstance(value, list | dict):
-                for key in _keys_of_parts(value):
-                    counts.add_unread(f"{key[:40]!r} of parts")
+        for inside, values, read in objects_read(record.values, kind):
+            for name, value in values.items():
+                if name not in read and value not in _NOTHING:
+                    if why := _refusal(name, value, kind):
+                        raise UserError(f"{record.where} has {name!r}{inside}, which is not read here: {why}")
+                    counts.add_unread(f"{name[:40]!r}{inside}")
+                elif name in _TURNS:
+                    for key in _keys_of_parts(parsed(value) if name in WHOLE and isinstance(value, str) else value):
+                        counts.add_unread(f"{key[:40]!r} of parts")
         for name, value in record.replaced.items():
             if value not in _NOTHING:
                 counts.add_unread(repr(name[:40]))

@@ -1,9 +1,11 @@
 """Columns and keys that nothing reads are named with their count, or refused where other tools train by them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.data import DataConfig, open_data
@@ -129,6 +131,38 @@ def test_keys_of_parts_that_nothing_reads_are_named(jsonl: Callable[..., str], t
     counts = Counts()
     list(noted([DataRecord(given, Path("data.jsonl"), "line 1")], counts, None))
     assert counts.unread == {"'citations' of parts": 1, "'detail' of parts": 1}
+
+
+def test_what_nothing_reads_in_objects_and_in_json_text_is_named(jsonl: Callable[..., str]) -> None:
+    """OpenAI's preference format has the prompt in an object; tables often have turns as JSON text."""
+    parts = [{"type": "text", "text": "Hi", "citations": [1]}]
+    asked, answer = [{"role": "user", "content": parts}], {"role": "assistant", "content": parts}
+    openai = {"input": {"messages": asked, "tools": [], "parallel_tool_calls": True, "chosen": "Yo", "margin": 1.0},
+              "preferred_output": [answer], "non_preferred_output": [answer], "margin": 2.0, "id": 7}  # fmt: skip
+    inside = {"'parallel_tool_calls' of 'input'": 1, "'chosen' of 'input'": 1, "'margin' of 'input'": 1}
+    for values, kind, expected in (
+        (openai, pair_kind(classifies=True), {**inside, "'citations' of parts": 3, "'id'": 1}),
+        (openai, pair_kind(), {**inside, "'citations' of parts": 3, "'id'": 1, "'margin'": 1}),
+        ({"messages": json.dumps([*asked, answer])}, None, {"'citations' of parts": 2}),
+        ({"conversations": json.dumps([*asked, answer])}, None, {"'citations' of parts": 2}),
+        ({"prompt": '[{"content": [{"x": 1}]}]', "completion": "Yo"}, None, {}),  # text, not turns
+    ):
+        counts = Counts()
+        list(noted([DataRecord(values, Path("data.jsonl"), "line 1")], counts, kind))
+        assert counts.unread == expected, values
+    refused = {**openai, "input": {"messages": asked, "loss": False}}
+    with pytest.raises(UserError, match="has 'loss' of 'input', which is not read here"):
+        list(noted([DataRecord(refused, Path("data.jsonl"), "line 1")], Counts(), pair_kind()))
+
+
+def test_the_margin_of_openai_s_format_is_used() -> None:
+    answer = [{"role": "assistant", "content": "Yo"}]
+    values = {"input": {"messages": TURNS[:1]}, "preferred_output": answer, "non_preferred_output": answer}
+    kind = pair_kind(classifies=True)
+    [with_it, without] = kind.items(
+        DataRecord({**values, **margin}, Path("data.jsonl"), "line 1") for margin in ({"margin": 2.5}, {})
+    )
+    assert kind.values(np.array([with_it.mark, without.mark], np.uint32))["margins"].tolist() == [2.5, 0.0]
 
 
 def test_questions_and_answers_as_texts_say_how_to_make_them_turns(tmp_path: Path) -> None:
