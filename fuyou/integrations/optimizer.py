@@ -66,12 +66,13 @@ class EngineOptimizer(torch.optim.Optimizer):
             "adam_beta1": (args.adam_beta1, adam.betas[0]),
             "adam_beta2": (args.adam_beta2, adam.betas[1]),
             "adam_epsilon": (args.adam_epsilon, adam.eps),
+            "max_grad_norm": (args.max_grad_norm or 0.0, self._engine.max_grad_norm or 0.0),
         }
         different = [f"{name}={asked:g} ({has:g})" for name, (asked, has) in pairs.items() if asked != has]
         if different:
             raise UserError(
                 f"The trainer's arguments and the engine differ: {', '.join(different)}. Give fuyou.Engine the same "
-                "lr, weight_decay, betas, and eps, or the trainer those in parentheses."
+                "lr, weight_decay, betas, eps, and max_grad_norm, or the trainer those in parentheses."
             )
         optimizer, asked = self._engine._run.config.optimizer.optimizer, str(getattr(args.optim, "value", args.optim))
         if not asked.removeprefix("paged_").startswith("adamw"):  # others by that name (GaLore's, APOLLO's) are not it
@@ -90,8 +91,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if clipped < true * (1 - 1e-4) and not math.isclose(clipped, asked, rel_tol=1e-3):
             raise UserError(
                 f"The trainer scales a gradient of norm {true:.4g} down to {clipped:.4g}, and the engine was opened "
-                f"with max_grad_norm={self._engine.max_grad_norm}: give both the same (of the trainer, 0 or 1e9 leaves "
-                "it to the engine)."
+                f"with max_grad_norm={self._engine.max_grad_norm}: give both the same."
             )
 
     def state_dict(self) -> dict[str, Any]:
