@@ -24,8 +24,8 @@ from common.data.messages import READ_KEYS
 from common.data.selection import Counts
 from common.data.shapes import Chat, Example, PlainText
 from common.data.spelling import varied
-from common.data.template import ChatTemplate, Form, answer_kind, special_tokens
-from common.data.written import WrittenText, text_of, tokenized
+from common.data.template import ChatTemplate, Form, answer_kind
+from common.data.written import WrittenText, special_tokens, text_of, tokenized
 from common.errors import UserError
 from common.limits import LimitExceeded
 

@@ -20,7 +20,7 @@ from common.units import counted, format_count
 LAYOUTS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
 _NAMES_KEPT = 20  # Names of columns and keys that nothing reads
-_CHARACTERS_KEPT = 8  # Characters that the tokenizer does not write
+_FIRST_KEPT = 8  # Characters that the tokenizer does not write, and control tokens in texts
 
 
 @dataclass
@@ -68,6 +68,8 @@ class Counts:
     unknown: Tally = field(default_factory=Tally)  # Records with text for which the tokenizer has no token
     unwritten: Tally = field(default_factory=Tally)  # Records with characters that the tokenizer does not write
     characters: list[str] = field(default_factory=list)  # The first of these characters
+    control: Tally = field(default_factory=Tally)  # Records whose texts hold names of control tokens
+    controls: list[str] = field(default_factory=list)  # The first of these names
     prompt_columns: list[str] = field(default_factory=lambda: ["prompt", "completion"])  # Columns that these come from
     unread: dict[str, int] = field(default_factory=dict)  # How often there is what nothing reads, by its name
     stops: list[int] = field(default_factory=list)  # Tokens that end answers, at which generation has to stop
@@ -90,8 +92,12 @@ class Counts:
     def add_unwritten(self, characters: Iterable[str], where: str) -> None:
         """Count a record with characters that the tokenizer does not write; only the first ones are kept."""
         self.unwritten.add(0, where)
-        new = sorted(set(characters) - set(self.characters))
-        self.characters += new[: _CHARACTERS_KEPT - len(self.characters)]
+        _keep_first(self.characters, characters)
+
+    def add_control(self, names: Iterable[str], where: str) -> None:
+        """Count a record whose texts hold names of control tokens; only the first ones are kept."""
+        self.control.add(0, where)
+        _keep_first(self.controls, names)
 
     def add_unread(self, name: str) -> None:
         """Count what nothing reads; of many names, only the first ones are kept."""
@@ -117,8 +123,9 @@ class Counts:
         as_turns = " ".join(map("=".join, zip(("instruction", "output"), self.prompt_columns, strict=False)))
         prompts = f"texts, without the chat template (--columns {as_turns}: turns of the chat template)"
         unknown = "the tokenizer has no token for a part of the text, and writes its unknown token there"
-        characters = ", ".join([*map(repr, self.characters), *["..."][: len(self.characters) // _CHARACTERS_KEPT]])
+        characters, controls = map(_first_ones, (self.characters, self.controls))
         unwritten = f"the tokenizer leaves out characters, or writes white space for them: {characters}"
+        control = f"what the texts have of these is no text but the tokenizer's control tokens: {controls}"
         lines = (
             ("cut", self.cut, kept),
             ("left out", self.left_out, too_long),
@@ -131,6 +138,7 @@ class Counts:
             ("prompts", self.prompts, prompts),
             ("unknown", self.unknown, unknown),
             ("not written", self.unwritten, unwritten),
+            ("control tokens", self.control, control),
         )
         skipped = [f"left out: {format_count(self.skipped_tokens)} tokens of texts of one token"]
         unread = [f"not read: {', '.join(f'{name} ({count:,})' for name, count in self.unread.items())}"]
@@ -150,6 +158,14 @@ class Counts:
             first = f" (the first is {self.empty.first})" if self.empty.records else ""
             raise UserError(f"The data is empty: no record with any text to learn in {named}{first}.")
         raise UserError(f"There is no token to train on in {named}: {'; '.join(self.changes())}.")
+
+
+def _keep_first(kept: list[str], seen: Iterable[str]) -> None:
+    kept += sorted(set(seen) - set(kept))[: _FIRST_KEPT - len(kept)]
+
+
+def _first_ones(kept: list[str]) -> str:
+    return ", ".join([*map(repr, kept), *["..."][: len(kept) // _FIRST_KEPT]])
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from common.data.messages import Message, parsed
 from common.data.selection import Tally
 from common.data.shapes import Chat
 from common.data.spelling import CHANGES, SPELLINGS, Change, joined, leaves, map_texts, texts_of
+from common.data.written import special_tokens
 from common.errors import UserError
 from common.files import preset_files
 from common.limits import LimitExceeded, limited
@@ -321,13 +322,6 @@ class ChatTemplate:
         trained = str(self._tokenizer.decode([token for token, mark in zip(ids, marked or (), strict=True) if mark]))
         others = [message for message in chat.messages if message["role"] != "assistant"]
         return not any(text in trained for message in others for _, text in texts_of(message))
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that control a conversation and are no text of it."""
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # A token that is spelled as an empty text has no number.
-    return added | {number for number in tokenizer.all_special_ids if number is not None}
 
 
 def answer_kind(messages: list[Message], turn: int) -> AnswerKind:

@@ -1,5 +1,6 @@
-"""Find text that a tokenizer cannot write: its unknown token, white space, or nothing is there in its place."""
+"""Find text that a tokenizer does not write: white space, an unknown or a control token, or nothing is in its place."""
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -13,13 +14,15 @@ _CHARACTERS_TESTED = 5000  # Different characters that are tested at most
 
 
 class WrittenText:
-    """Counts records with text that the tokenizer cannot write: its unknown token or nothing is trained there."""
+    """Counts records with text in whose place the tokenizer writes something else, which is trained there."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, counts: Counts) -> None:
         self._tokenizer, self._counts = tokenizer, counts
         # Tokenizers that write all bytes name EOS as their unknown token.
         is_mark = tokenizer.unk_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._unknown: int | None = None if is_mark else tokenizer.unk_token_id
+        special = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(special_tokens(tokenizer))]
+        self._control = re.compile("|".join(map(re.escape, _controlling(tokenizer, special))) or "(?!)")
         self._tested: set[str] = set()
         self._lost: set[str] = set()
 
@@ -29,6 +32,8 @@ class WrittenText:
             named = text.count(str(self._tokenizer.unk_token))  # text may hold the token's name
             if any(ids.count(self._unknown) > named for ids in documents):
                 self._counts.unknown.add(0, where)
+        if names := set(self._control.findall(text)):
+            self._counts.add_control(names, where)
         characters = set(text)
         if new := sorted(characters - self._tested)[: _CHARACTERS_TESTED - len(self._tested)]:
             self._test(new)
@@ -55,6 +60,20 @@ class WrittenText:
 
     def _shown(self, ids: list[int]) -> str:
         return "".join(str(self._tokenizer.decode(ids)).split())
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that control a conversation and are no text of it."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # A token that is spelled as an empty text has no number.
+    return added | {number for number in tokenizer.all_special_ids if number is not None}
+
+
+def _controlling(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[str]:
+    """Return those names of tokens that the tokenizer takes for the tokens in a text, the longer ones first."""
+    encoded = zip(names, tokenized(tokenizer, names), strict=True)
+    taken = [name for name, ids in encoded if name and tokenizer.convert_tokens_to_ids(name) in ids]
+    return sorted(taken, key=len, reverse=True)
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

@@ -111,6 +111,39 @@ def test_the_name_of_the_unknown_token_in_a_text_is_no_unknown_text() -> None:
     assert counted(tokenizer, {"text": "a <unk> é"}).unknown.records == 1
 
 
+def test_control_tokens_in_texts_are_counted_and_named() -> None:
+    tokenizer = make_tokenizer("{{ tools | tojson if tools }}" + TEMPLATE)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    for record, names in (
+        ({"messages": turns}, []),
+        ({"messages": [{"role": "user", "content": "What is </s>? <|turn|>"}, turns[1]]}, ["</s>", "<|turn|>"]),
+        (
+            {"messages": turns, "tools": [{"type": "function", "function": {"name": "f", "description": "<s>"}}]},
+            ["<s>"],
+        ),
+        ({"text": "a <pad> b"}, ["<pad>"]),
+        ({"prompt": "a", "chosen": "</s>", "rejected": "b"}, ["</s>"]),
+        ({"text": "a </s", "label": "a"}, []),
+        ({"text": "a </s> b", "label": "a"}, ["</s>"]),
+    ):
+        counts = counted(tokenizer, record)
+        assert counts.controls == names and counts.control.records == int(bool(names)), record
+    tokenizer = make_tokenizer(TEMPLATE)
+    tokenizer.split_special_tokens = True  # such a tokenizer writes them as text
+    assert counted(tokenizer, {"text": "a </s> b"}).control.records == 0
+
+
+def test_the_header_names_control_tokens(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    file = jsonl({"text": "plain"}, {"text": "a </s> b"}, {"text": "</s> <|turn|>"})
+    for _ in range(2):  # prepared, and opened again
+        batches = open_data(DataConfig((file,), 32, 1), make_tokenizer(), tmp_path / "cache")
+        [said] = batches.description.split("\n")[1:]
+        batches.close()
+        assert said.startswith(f"control tokens: 2 records; first {file}, line 2; ") and said.endswith(
+            "'</s>', '<|turn|>'"
+        )
+
+
 def test_the_header_says_what_is_not_written(jsonl: Callable[..., str], tmp_path: Path) -> None:
     tokenizer, *_ = TOKENIZERS["one line"]
     file = jsonl({"text": "plain"}, {"text": "é\nb"}, {"text": "c\td\n"})
