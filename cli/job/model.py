@@ -15,10 +15,10 @@ from cli.options.objectives import OBJECTIVES
 from cli.options.option import naming
 from common.data.template import dated
 from common.errors import UserError, did_you_mean
-from common.files import preset_files, read_text_file, replace_file
+from common.files import preset_files, read_text_file
 from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.companions import Companions
-from common.models.checkpoint.export import CHAT_TEMPLATE
+from common.models.checkpoint.export import write_template
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
@@ -43,9 +43,9 @@ class ChatTemplate:
         return dated(holder.chat_template if self.text is None else self.text, self.day)
 
     def write(self, directory: Path) -> None:
-        """Put it into a directory that has the model's."""
+        """Put it into a directory in place of the model's."""
         if self.text is not None:
-            replace_file(directory / CHAT_TEMPLATE, self.text)
+            write_template(directory, self.text)
 
 
 def chat_template_named(name: str) -> str:

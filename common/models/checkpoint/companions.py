@@ -14,10 +14,16 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.files import copy_into, read_text_file, replace_file
-from common.models.checkpoint.export import CHAT_TEMPLATE, digest_of, tokenizer_files
+from common.files import copy_into, read_text_file
+from common.models.checkpoint.export import (
+    CHAT_TEMPLATE,
+    OTHER_TEMPLATES,
+    TEMPLATE_FILES,
+    digest_of,
+    tokenizer_files,
+    write_template,
+)
 
-_TEMPLATES = ("chat_template*", "additional_chat_templates")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _PROCESSORS = ("*processor_config.json",)
 _VOCABULARIES = (
@@ -37,7 +43,7 @@ class Companions:
         """Directory of the tokenizer: the adapter's if it has one, with other content than the model's."""
         if self.adapter is None or not any(any(self.adapter.glob(pattern)) for pattern in _VOCABULARIES):
             return self.checkpoint
-        files = [file for file in tokenizer_files(self.adapter) if not _is(file, *_TEMPLATES, *_PROCESSORS)]
+        files = [file for file in tokenizer_files(self.adapter) if not _is(file, *TEMPLATE_FILES, *_PROCESSORS)]
         others = [(file, self.checkpoint / file.name) for file in files if file.is_file()]
         same = all(other.is_file() and digest_of(file) == digest_of(other) for file, other in others)
         return self.checkpoint if same else self.adapter
@@ -51,12 +57,12 @@ class Companions:
         return self.checkpoint
 
     @cached_property
-    def template(self) -> str | None:
-        """The chat template, if it is not that which comes with the tokenizer."""
+    def template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name, if it is not that which comes with the tokenizer."""
         if self.adapter is None:
             return None
-        if (file := self.adapter / CHAT_TEMPLATE).is_file():
-            return read_text_file(file)
+        if (self.adapter / CHAT_TEMPLATE).is_file():
+            return _template_in(self.adapter)
         lacks_any = self.tokenizer == self.adapter and _template_in(self.adapter) is None
         return _template_in(self.checkpoint) if lacks_any else None
 
@@ -67,9 +73,8 @@ class Companions:
         for file in tokenizer_files(self.checkpoint):
             if _is(file, *_PROCESSORS):
                 names.setdefault(file.name, file)
-        if self.template is not None:
-            names.pop(CHAT_TEMPLATE, None)
-        return [names[name] for name in sorted(names)]
+        without = () if self.template is None else TEMPLATE_FILES
+        return [names[name] for name in sorted(names) if not _is(names[name], *without)]
 
     def load_tokenizer(self, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
         """Return the tokenizer, with its chat template. ``config`` is that of the model."""
@@ -94,11 +99,11 @@ class Companions:
         for file in self.files:
             copy_into(folder, file)
         if self.template is not None:
-            replace_file(folder / CHAT_TEMPLATE, self.template)
+            write_template(folder, self.template)
 
     def digests(self) -> dict[tuple[Path, str], str]:
         """Return a hash of each file that a result gets, by its directory and its path in that."""
-        entries = [*self.files, *([] if self.template is None else [self._template_file])]
+        entries = [*self.files, *([] if self.template is None else self._template_files)]
         files = [
             (entry.parent, file)
             for entry in entries
@@ -108,16 +113,19 @@ class Companions:
         return {(folder, file.relative_to(folder).as_posix()): digest_of(file) for folder, file in files}
 
     @property
-    def _template_file(self) -> Path:
+    def _template_files(self) -> list[Path]:
         folders = [folder for folder in (self.adapter, self.checkpoint) if folder is not None]
         files = [folder / name for folder in folders for name in (CHAT_TEMPLATE, _TOKENIZER_CONFIG)]
-        return next(file for file in files if file.is_file() and _template_in(file.parent) is not None)
+        first = next(file for file in files if file.is_file() and _template_in(file.parent) is not None)
+        others = first.parent / OTHER_TEMPLATES
+        return [first, *([others] if others.is_dir() else [])]
 
 
-def _template_in(folder: Path) -> str | None:
-    """Return the chat template in a directory; None if there is none, or there are several."""
+def _template_in(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template in a directory, or several by name; None if there is none in a form of today."""
     if (file := folder / CHAT_TEMPLATE).is_file():
-        return read_text_file(file)
+        others = {other.stem: read_text_file(other) for other in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+        return {"default": read_text_file(file), **others} if others else read_text_file(file)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         template = json.loads(read_text_file(folder / _TOKENIZER_CONFIG)).get("chat_template")
         return template if isinstance(template, str) else None

@@ -124,11 +124,14 @@ def _os_error(error: SafetensorError) -> Exception:
     return OSError(int(match[1]), os.strerror(int(match[1]))) if match else error
 
 
-# Name of the file that transformers takes a tokenizer's or processor's chat template from.
+# Name of the file that transformers takes a tokenizer's or processor's chat template from; of the folder with those of
+# other names, of which one may win (``tool_use``); and patterns of these and of older files, which win, too.
 CHAT_TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates"
+TEMPLATE_FILES = ("chat_template*", OTHER_TEMPLATES)
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*", "additional_chat_templates",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken", *TEMPLATE_FILES,
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
@@ -351,6 +354,16 @@ def digest_of(file: Path) -> str:
     """Return a hash of a file's content."""
     with described("reading", file), file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:32]
+
+
+def write_template(folder: Path, template: str | Mapping[str, str]) -> None:
+    """Make a chat template, or several by name, the only ones in a folder with the files of a tokenizer."""
+    for old in [path for pattern in TEMPLATE_FILES for path in folder.glob(pattern)]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for name, text in ({"default": template} if isinstance(template, str) else template).items():
+        file = folder / CHAT_TEMPLATE if name == "default" else folder / OTHER_TEMPLATES / f"{name}.jinja"
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, text)
 
 
 def tokenizer_files(source: Path) -> list[Path]:

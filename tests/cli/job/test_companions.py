@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.inspect import chat
+from cli.job.model import ChatTemplate
 from common.data.demo_text import train_demo_tokenizer
 from common.models.checkpoint.companions import Companions
+from common.models.checkpoint.export import write_template
 from common.models.presets import load_config
 from tests.cli.conftest import Finetune
 
@@ -81,6 +84,32 @@ def test_every_command_takes_the_template_of_an_adapter(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert finetune("chat", *words).status == 0
     assert prompts == [TEMPLATE + " "]
+
+
+def _templates(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_templates_of_a_model_do_not_win_over_those_of_a_result(
+    has_others: bool, checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Records with tools take the template ``tool_use`` if there is one, and processors ``chat_template.json``."""
+    model, result = (shutil.copytree(checkpoint, tmp_path / name) for name in ("model", "result"))
+    for folder in (model, result):
+        write_template(folder, {"default": "base", "tool_use": "tools of the base"})
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": "older"}))
+    expected: Any = {"default": TEMPLATE, "tool_use": "tools"} if has_others else TEMPLATE
+    write_template(adapter, expected)
+    both, loaded = companions(model, adapter)
+    assert loaded.chat_template == expected
+    both.write(result)
+    assert _templates(result) == expected and not (result / "chat_template.json").exists()
+    digests = {name for folder, name in both.digests() if folder == adapter}
+    assert ("additional_chat_templates/tool_use.jinja" in digests) == has_others
+
+    ChatTemplate(TEMPLATE, date(2026, 1, 1)).write(model)  # --chat-template
+    assert _templates(model) == TEMPLATE and not (model / "chat_template.json").exists()
 
 
 @pytest.mark.slow
