@@ -69,6 +69,8 @@ class Settings(AllOptions):
 
     def __post_init__(self) -> None:
         self._check_declarations()
+        if self.schedule == "constant":
+            self._refuse("min_lr", "has no effect with --schedule constant, which does not fall")
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
         is_plan, traits = self.command == "plan", self.traits

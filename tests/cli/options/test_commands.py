@@ -44,6 +44,7 @@ def test_commands_have_their_own_options() -> None:
     (("--plan", "--model", "llama-7b", "--cluster", "a800-hdr", "--objective", "dpo"), "dpo does not go with --nodes"),
     ((*BY_NAME, "--gpus-per-node", "2"), "--gpus-per-node is for several nodes or ranks: add --nodes N"),
     ((*BY_NAME, "--clip-by", "deferral"), "--clip-by does nothing without --max-grad-norm: add that."),
+    ((*BY_NAME, "--schedule", "constant", "--min-lr", "1e-6"), "--min-lr has no effect with --schedule constant"),
     ((*BY_NAME, "--train-vision", "all"), "LlamaForCausalLM has no such part"),
     (("--model", "m", "--nodes", "2", "--cluster", "a800-hdr", "--strategy", "zero3"), "--cluster is for choosing a"),
     (("--plan", "--model", "llama-7b", "--network", "1Gbit/s"), "--network does nothing without --nodes: add that."),
