@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from common.data.messages import READ_KEYS
+from common.data.messages import other_keys
 from common.data.selection import Counts
 from common.data.shapes import Chat, Example, PlainText
 from common.data.spelling import varied
@@ -338,9 +338,9 @@ class Encoder:
         The latter is for templates that render a turn differently once others follow (Qwen3 drops earlier reasoning)
         and do not mark the assistant's tokens themselves.
         """
-        for key in (key for message in chat.messages for key in message.keys() - READ_KEYS):
+        for key, holder in (other for message in chat.messages for other in other_keys(message)):
             if not (self._template.is_there and self._template.reads_key(key)):
-                self.fitting.add_unread(f"{key!r} of turns")
+                self.fitting.add_unread(f"{key!r} of {holder}")
         try:
             seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
             if seen is None:

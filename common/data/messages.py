@@ -5,6 +5,7 @@ messages with ``role``, ``content`` and, where the turn has them, ``reasoning_co
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from common.data.read import parse_json
@@ -29,6 +30,8 @@ ROLES = {name: role for role, names in _NAMES.items() for name in names}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys of turns that other tools read: templates take them, or they change nothing here.
 READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", *REASONING}
+# Keys of calls and of their functions that templates take, or that change nothing here.
+_OF_CALL, _OF_FUNCTION = {"id", "type", "function", "index"}, {"name", "arguments", "description"}
 # What other tools read in place of "weight" in a turn, a part of its content, or a record, and where:
 LOSS_SWITCHES = (
     # axolotl 067b021, prompt_strategies/chat_template.py and core/datasets/transforms/chat_builder.py: the fields of
@@ -104,6 +107,13 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
     calls = [{"type": "function", "function": call} if _is_function(call) else call for call in listed]
     if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
         raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
+    for function in (call["function"] for call in calls):
+        others = function.keys() - _OF_FUNCTION
+        if others and "arguments" not in function:
+            raise UserError(
+                f"{which} is a function call with {', '.join(map(repr, sorted(others)))} and without 'arguments', "
+                "which templates look for: rename it."
+            )
     for arguments in (call["function"].get("arguments") for call in calls):
         if isinstance(arguments, str) and not arguments.lstrip().startswith("{"):
             continue
@@ -113,6 +123,14 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{which} has arguments that are not JSON ({error}): {str(arguments)[:80]}") from error
     return calls
+
+
+def other_keys(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield the keys that only a template might read, each with what it is of: turns, or their calls."""
+    yield from ((key, "turns") for key in message.keys() - READ_KEYS)
+    for call in message.get("tool_calls", ()):
+        yield from ((key, "calls") for key in call.keys() - _OF_CALL)
+        yield from ((key, "calls") for key in call["function"].keys() - _OF_FUNCTION)
 
 
 def _is_function(value: Any) -> bool:

@@ -55,6 +55,31 @@ def _described(options: list[dict[str, Any]]) -> list[str]:
     return texts
 
 
+def _with_marked_parameters(schema: Any, names: set[str]) -> Any:
+    """Return tools, or a part of a schema, with a mark in place of each parameter's name, which is added to ``names``.
+
+    Parameters of parts, alternatives, and definitions are among them.
+    """
+    if isinstance(schema, list):
+        return [_with_marked_parameters(part, names) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    marked: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties" and isinstance(value, dict):
+            names.update(value)
+            marked[key] = {_mark(name): _with_marked_parameters(part, names) for name, part in value.items()}
+        elif key == "required" and isinstance(value, list):
+            marked[key] = [_mark(name) for name in value]
+        else:
+            marked[key] = _with_marked_parameters(value, names)
+    return marked
+
+
+def _mark(name: Any) -> str:
+    return f"qz{name}zq"
+
+
 _REFUSED = (-2, "")  # All texts of a conversation that the template refuses
 
 
@@ -292,17 +317,24 @@ class ChatTemplate:
 
     def _unread(self, chat: Chat) -> Iterator[tuple[int, str]]:
         written = self._text(chat.messages, chat.options)
-        for name, value in chat.options.items():
+        for name in chat.options:
             rest = {key: other for key, other in chat.options.items() if key != name}
             if name not in ("tools", "documents"):  # a switch may well make no difference to one conversation
                 is_read = bool(re.search(rf"\b{re.escape(name)}\b", self._program(chat.options)))
             else:
-                is_read = written is None or (
-                    written != self._text(chat.messages, rest)
-                    and all(_appears(text, written) for text in _described(value))
-                )
+                is_read = written is None or written != self._text(chat.messages, rest)
+                if is_read and (lost := next(self._lost(chat, name, written), None)) is not None:
+                    is_read, name = False, f"{lost[:60]!r} of {name}"
             if not is_read:
                 yield -1, name
+
+    def _lost(self, chat: Chat, name: str, written: str | None) -> Iterator[str]:
+        """Yield texts of tools or documents, and names of tools' parameters, that are not ``written``."""
+        yield from (text for text in _described(chat.options[name]) if written and not _appears(text, written))
+        names: set[str] = set()
+        marked = {**chat.options, name: _with_marked_parameters(chat.options[name], names)}
+        text = self._text(chat.messages, marked) if names else None
+        yield from (each for each in sorted(names) if text is not None and _mark(each) not in text)
 
     def _program(self, options: dict[str, Any]) -> str:
         if self._source is self._tokenizer:

@@ -39,6 +39,9 @@ def chat_of(record: dict[str, Any]) -> Chat:
       for arguments in ('{"a": 1e400}', '{"a": [NaN]}', {"a": [float("inf")]}, {"a": {"b": float("nan")}})),
     ([turn("human", "a"), turn("function_call", json.dumps({"name": "f", "arguments": {"a": float("nan")}}))],
      "turn 2 .* arguments that are not JSON"),
+    *(([turn("human", "a"), turn("function_call", {"name": "f", key: {"a": 1}})],
+       f"turn 2 .* is a function call with '{key}' and without 'arguments'")
+      for key in ("parameters", "input", "args")),
     ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
     ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
 ])  # fmt: skip

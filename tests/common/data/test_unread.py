@@ -155,6 +155,37 @@ def test_what_nothing_reads_in_objects_and_in_json_text_is_named(jsonl: Callable
         list(noted([DataRecord(refused, Path("data.jsonl"), "line 1")], Counts(), pair_kind()))
 
 
+def test_keys_of_calls_that_nothing_reads_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    function = {"name": "f", "arguments": {"a": 1}, "strict": True}
+    call = {"id": "1", "type": "function", "index": 0, "function": function, "result": "42"}
+    template = PLAIN_TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0].function }}{% endif %}"
+    )
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said = described(jsonl({"messages": turns}), tmp_path, template)
+    assert "not read: 'result' of calls (1), 'strict' of calls (1)" in said
+    read = "{# reads strict, and result #}" + template
+    assert not [line for line in described(jsonl({"messages": turns}), tmp_path, read) if "not read" in line]
+
+
+def test_parameters_of_tools_that_a_template_leaves_out_are_an_error(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """Some templates write what is in parameters.properties, and neither input_schema nor definitions."""
+    template = (
+        "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties.keys() | join }}){% endfor %}"
+    )
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/At"}}, "$defs": {"At": city}}
+
+    def lines(**schema: Any) -> list[str]:
+        tool = {"type": "function", "function": {"name": "city", **schema}}  # the name is there, though
+        return described(jsonl({"messages": TURNS, "tools": [tool]}), tmp_path, template + PLAIN_TEMPLATE)
+
+    assert lines(parameters=city)
+    for schema in ({"input_schema": city, "parameters": {"properties": {}}}, {"parameters": nested}):
+        with pytest.raises(UserError, match="the chat template leaves out 'city' of tools"):
+            lines(**schema)
+
+
 def test_the_margin_of_openai_s_format_is_used() -> None:
     answer = [{"role": "assistant", "content": "Yo"}]
     values = {"input": {"messages": TURNS[:1]}, "preferred_output": answer, "non_preferred_output": answer}
