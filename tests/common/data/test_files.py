@@ -131,3 +131,16 @@ def test_a_link_to_nothing_and_an_empty_file_among_others_are_named(tmp_path: Pa
 def test_a_file_of_a_name_that_datasets_uses_is_data_where_it_stands_alone(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps([{"text": "x"}]))
     assert found_in(tmp_path) == ["state.json"]
+
+
+def test_what_datasets_has_made_of_files_is_not_read_with_them(tmp_path: Path) -> None:
+    """``map`` keeps its result in the directory of a data set that was loaded from disk."""
+    names = ["data-00000-of-00001.arrow", "cache-2b45ddac336e0d7a.arrow", "cache-2b45ddac336e0d7a_00001_of_00002.arrow"]
+    data, *made = (tmp_path / name for name in names)
+    for file in (data, *made):
+        file.write_text("x")
+        assert find_files((str(file),)) == [file]
+    assert find_files(tuple(map(str, made))) == made
+    for file in made:
+        with pytest.raises(UserError, match=f"{file} is what datasets has made of the files next to it"):
+            find_files((str(data), str(file)))
