@@ -106,7 +106,9 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
         if kind is not None:
             known = {name: value for name, value in fields.items() if name not in _NOT_FIELDS}
             return AutoConfig.for_model(kind, **known, _name_or_path=os.fspath(directory))
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        _check_rope(fields, config, directory / "config.json")
+        return config
     except UserError:
         raise
     # transformers raises OSError for bad JSON, KeyError and ValueError for an unknown model type, and its validators'
@@ -115,6 +117,25 @@ def _read_directory(directory: Path) -> PreTrainedConfig:
         raise UserError(
             f"{directory / 'config.json'} is not a configuration transformers can read: {on_one_line(error)}"
         ) from error
+
+
+def _check_rope(fields: dict[str, Any], config: PreTrainedConfig, file: Path) -> None:
+    """Refuse rotary embeddings that are written in the forms of transformers 4 and 5 at once, of which one is read."""
+    for part, read in ((fields, config), (fields.get("text_config"), getattr(config, "text_config", None))):
+        rope = getattr(read, "rope_parameters", None)
+        if not isinstance(part, dict) or not isinstance(rope, dict):
+            continue
+        written = [
+            part,
+            *(part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)),
+        ]
+        for name in ("rope_theta", "partial_rotary_factor", *(["factor"] if len(written) > 2 else [])):
+            for number in [source[name] for source in written if source.get(name) is not None and name in rope]:
+                if number != rope[name]:
+                    raise UserError(
+                        f"{file} says {name} = {number}, and transformers reads {rope[name]}: rope_parameters is "
+                        "there, and what it replaces (rope_theta, rope_scaling). Write all of it in rope_parameters."
+                    )
 
 
 def _known_kind(fields: dict[str, Any]) -> str | None:

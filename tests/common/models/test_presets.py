@@ -142,3 +142,25 @@ def test_not_a_model_is_rejected(name, words, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         load_config(name)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"rope_theta": 500.0, "rope_parameters": None}, None),
+    ({"rope_theta": 777.0}, None),
+    ({"rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, None),
+    ({"rope_theta": 500.0}, "rope_theta = 500.0, and transformers reads 777.0"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_theta = 777.0, and transformers reads 10000.0"),
+    ({"rope_theta": 777.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+      "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 777.0}}, "factor = 4.0"),
+])  # fmt: skip
+def test_rotary_embeddings_in_two_forms_that_differ_are_refused(changes, message, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 777.0}
+    fields = {**LlamaConfig(num_hidden_layers=1).to_dict(), "rope_parameters": rope, **changes}
+    written = {name: value for name, value in fields.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    if message is None:
+        read = load_config(tmp_path)[0].rope_parameters
+        assert read["rope_theta"] == changes["rope_theta"] and read.get("factor", 1.0) in (1.0, 2.0)
+    else:
+        with pytest.raises(UserError, match=f"config.json says {message}"):
+            load_config(tmp_path)
