@@ -157,22 +157,6 @@ def any_images(files: tuple[str, ...]) -> bool:
     return any(has_images(record.values) for file in find_files(files) for record in read_records(file))
 
 
-def load_processor(checkpoint: Path) -> ProcessorMixin:
-    """Return the processor of a vision-language checkpoint, which makes token ids and pixels of conversations."""
-    from transformers import AutoProcessor
-
-    try:
-        processor = AutoProcessor.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
-        if not isinstance(processor, ProcessorMixin):
-            raise OSError("no processor_config.json or preprocessor_config.json")
-    except Exception as error:  # each class of processors fails in its own way
-        raise UserError(
-            f"{checkpoint} has no processor that transformers can load, and data with images need one: {error} "
-            "(Processors need pip install 'fuyou[images]'.)"
-        ) from error
-    return processor
-
-
 @dataclass(frozen=True)
 class ImageRow:
     """A conversation of a data set: the processor's input, and which tokens of the result are trained on."""

@@ -14,8 +14,9 @@ import torch
 pytest.importorskip("PIL", reason="pip install 'fuyou[images]'")
 
 from common.data import DataConfig
-from common.data.images import ImageBatches, any_images, has_images, load_processor, open_image_data, with_images
+from common.data.images import ImageBatches, any_images, has_images, open_image_data, with_images
 from common.data.messages import messages_of
+from common.data.processor import load_processor
 from common.errors import UserError
 from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, draw, make_processor, write
 
