@@ -100,7 +100,7 @@ class Outputs:
         self.has_begun = False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
         self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
-        self._claimed: tuple[int, Settings] | None = None  # Descriptor of the directory, and what claims it
+        self._held: tuple[int, Settings] | None = None  # Descriptor of the directory, and of which run it is
         self.command: list[str] = []  # What writes the result again, of an export without a run
 
     @classmethod
@@ -301,17 +301,18 @@ class Outputs:
         return file.relative_to(self.directory).as_posix()
 
     @contextlib.contextmanager
-    def claimed(self, descriptor: int, settings: Settings) -> Iterator[None]:
-        """Hold the directory, open as ``descriptor``, for the run of ``settings``: see :meth:`check_in_place`, whose
+    def held(self, settings: Settings) -> Iterator[None]:
+        """Hold the directory open for the run of ``settings``, on each of its ranks: see :meth:`check_in_place`, whose
         error replaces those that follow from the same cause."""
-        self._claimed = descriptor, settings
-        try:
-            yield
-        except (FinetuneError, OSError):
-            self.check_in_place()
-            raise
-        finally:
-            self._claimed = None
+        with opened(self.directory, "opening", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            self._held = descriptor, settings
+            try:
+                yield
+            except (FinetuneError, OSError):
+                self.check_in_place()
+                raise
+            finally:
+                self._held = None
 
     def check_in_place(self) -> None:
         """Refuse to write where the directory of this run is not any more.
@@ -319,9 +320,9 @@ class Outputs:
         Raises:
             UserError: it was moved, replaced, or removed since the run began; says what to type.
         """
-        if self._claimed is None:
+        if self._held is None:
             return
-        descriptor, settings = self._claimed
+        descriptor, settings = self._held
         with described("reading", self.directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.fstat(descriptor), os.stat(self.directory)):
                 return
@@ -472,7 +473,7 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
         UserError: another run uses the directory, or other files are in the way (:meth:`Outputs.check`).
     """
     directory = settings.output_directory
-    with DirectoryLock([directory]), opened(directory, "opening", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    with DirectoryLock([directory]):
         outputs = Outputs.read(directory)
         continues = bool(settings.resume) or bool(launch and launch == outputs.launch)
         outputs.check_for(settings, resumes=continues)  # again: others may have written there until now
@@ -481,14 +482,14 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
         if continues:
             outputs.id = outputs.id or uuid.uuid4().hex
             outputs.write()
-            with outputs.claimed(descriptor, settings):
+            with outputs.held(settings):
                 yield outputs
             return
         earlier, outputs = outputs, Outputs(directory, uuid.uuid4().hex, launch)
         try:
             earlier.set_aside(settings, outputs.id)
             outputs.write()
-            with outputs.claimed(descriptor, settings):
+            with outputs.held(settings):
                 yield outputs
         except BaseException as error:
             if not outputs.has_begun:
@@ -500,7 +501,12 @@ def _where_it_is(descriptor: int, settings: Settings) -> str:
     """Return what happened to the output directory that is open as ``descriptor``, and what to do."""
     again = "Then enter the command again." if settings.command == "export" else settings.how_to_continue
     now = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-    if os.fstat(descriptor).st_nlink and now.is_dir() and now.samefile(f"/proc/self/fd/{descriptor}"):
+    if os.fstat(descriptor).st_nlink:
+        if not (now.is_dir() and os.path.samestat(os.stat(now), os.fstat(descriptor))):
+            return (
+                "is another directory now than when the run began: something else is mounted there, or its drive no "
+                f"longer is. Undo that. {again}"
+            )
         back = shlex.join(["mv", str(now), str(settings.output_directory)])
         return f"was moved to {now} during the run. Move it back: {back}. {again}"
     if settings.command == "export":

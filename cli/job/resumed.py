@@ -16,7 +16,7 @@ from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
 from cli.options.command import parse_command_line
 from cli.options.config_file import REMOVED, options_in_files, plain_options
-from cli.options.loss_sum import LossSum
+from cli.options.loss_sum import LossSum, edited_lines
 from cli.options.run_record import (
     COMMITS,
     METRICS,
@@ -122,6 +122,8 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
         assert losses is not None
         if fault := losses.fault(file):
             (other if losses.is_of_another(file) else gaps).append(f"{file} {fault}.")
+    metrics = output / RUN / METRICS
+    other += [f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)]
     return other, gaps
 
 

@@ -1,16 +1,19 @@
-"""A hash over the losses of a run's steps, which each commit holds: it tells whether a file of losses is the run's."""
+"""A hash over the losses of a run's steps, which each commit holds: it tells whether a file of losses is the run's.
+
+An evaluation is made after the commit of its step, so its line has a hash of itself."""
 
 import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 _KEY = "losses"  # In the user state of a commit
 _LOSS, _LOSS_IN_METRICS = "loss", "loss_metrics/global_avg_loss"  # Names of a step's loss in lines of either file
+LINE_SUM = "checksum"  # Name of the hash of a line of an evaluation, in it
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,18 @@ class LossSum:
         return self.fault(file).startswith("has other")
 
 
+def line_sum(line: Mapping[str, Any]) -> int:
+    """Return a hash of what a line has besides it and times, as a number: that of a repeated run is the same."""
+    content = {name: value for name, value in line.items() if name != LINE_SUM and "throughput" not in name}
+    return int(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12], 16)
+
+
+def edited_lines(file: Path) -> list[int]:
+    """Return the steps of evaluations whose newest lines are not what the run wrote; one that was cut off is none."""
+    newest = {line.get("step"): line for line in _parsed(file) if LINE_SUM in line}
+    return [step for step, line in newest.items() if isinstance(step, int) and line[LINE_SUM] != line_sum(line)]
+
+
 def _extended(digest: str, step: int, values: list[Any]) -> str:
     return hashlib.sha256(json.dumps([digest, step, *values]).encode()).hexdigest()[:32]
 
@@ -60,10 +75,16 @@ def _extended(digest: str, step: int, values: list[Any]) -> str:
 def _lines(file: Path) -> dict[int, list[Any]]:
     """Return loss, norm, and learning rate of each step that has a line."""
     lines = dict[int, list[Any]]()
+    for line in _parsed(file):
+        with contextlib.suppress(TypeError, KeyError):
+            loss = line[_LOSS] if _LOSS in line else line[_LOSS_IN_METRICS]
+            lines[line["step"]] = [loss, line["grad_norm"], line["lr"]]
+    return lines
+
+
+def _parsed(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that can be read."""
     with contextlib.suppress(OSError):
         for text in file.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                line = json.loads(text)
-                loss = line[_LOSS] if _LOSS in line else line[_LOSS_IN_METRICS]
-                lines[line["step"]] = [loss, line["grad_norm"], line["lr"]]
-    return lines
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                yield dict(json.loads(text))

@@ -15,7 +15,7 @@ from typing import Any
 
 from cli.job.job import Job
 from cli.job.outputs import FILES, HISTORY_FILE
-from cli.options.loss_sum import LossSum
+from cli.options.loss_sum import LINE_SUM, LossSum, line_sum
 from cli.options.run_record import (
     CONFIG,
     DESCRIPTION,
@@ -150,12 +150,17 @@ class History:
         sync(self._path.parent)
         self.say(f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here")
 
-    def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of a step, null for those that are not finite, so that a power cut loses none."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def append(self, step: int, values: Mapping[str, float], summed: bool = False) -> None:
+        """Append the values of a step, null for those that are not finite, so that a power cut loses none.
+
+        ``summed``: with a hash of the line.
+        """
+        line = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        if summed:
+            line[LINE_SUM] = line_sum(line)
         with described("writing", self._path):
             self._find()
-            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
             self._status = os.fstat(self._file.fileno())
@@ -243,7 +248,7 @@ class MetricsLogger:
         self._keep_files()
         watched = result.watched or {"perplexity": result.perplexity}
         named = {"loss": result.loss, **watched, "throughput(tps)": result.tokens_per_second}
-        self._metrics.append(step, {f"validation_metrics/{name}": value for name, value in named.items()})
+        self._metrics.append(step, {f"validation_metrics/{name}": value for name, value in named.items()}, summed=True)
         self._page.update(at_once=True)
         self.say(f"eval at step {step:,}: {result}")
 

@@ -15,7 +15,7 @@ import torch
 from cli.job.job import Job, TrainedModel
 from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
 from cli.job.resumed import check_files
-from cli.options.loss_sum import LossSum
+from cli.options.loss_sum import LossSum, edited_lines
 from cli.options.run_record import METRICS, RUN
 from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
@@ -155,6 +155,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 bound_by = f", bound by {bound(result.busy_seconds)}" if result.busy_seconds else ""
                 text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
                 logger.step(step, result, lr, took, text)
+            else:
+                job.outputs.check_in_place()  # as this node sees it; rank 0's logger does the same
             trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
             _begin(job, trainer, process.is_rank0)
             if trainer.stop_requested() and step < job.steps:
@@ -324,8 +326,8 @@ class AfterStep:
 
     def _is_ours(self, losses: dict[int, float], committed: dict[int, float]) -> bool:
         """Return whether the evaluations in the run's file can be those of which the best is ``committed``."""
-        noted = LossSum.committed(self._trainer.model.user_state)
-        if noted is not None and noted.is_of_another(self._job.output / RUN / METRICS):
+        noted, metrics = LossSum.committed(self._trainer.model.user_state), self._job.output / RUN / METRICS
+        if (noted is not None and noted.is_of_another(metrics)) or edited_lines(metrics):
             return False
         if not committed:
             return True

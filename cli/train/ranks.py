@@ -99,6 +99,7 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store, stack: co
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
     job = resolve(settings, is_restart=rank.restarted)
+    stack.enter_context(job.outputs.held(settings))
     if speaks:
         print("nodes    this node trains from here on; its figures are part of what rank 0 shows", flush=True)
     return job

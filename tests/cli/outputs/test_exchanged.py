@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cli.options.loss_sum import LossSum
+from cli.options.loss_sum import LossSum, edited_lines
+from cli.report.log import History
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history
 
@@ -68,6 +69,25 @@ def test_edited_evaluations_do_not_count(finetune: Finetune, begun: Begun, tmp_p
 
 
 @pytest.mark.slow
+def test_the_newest_evaluation_does_not_count_if_it_is_edited(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    """No commit holds it: it is made after that of its step."""
+    line = begun(finetune, tmp_path / "out", 1e-2)
+    metrics, best = tmp_path / "out/run/metrics.jsonl", tmp_path / "out/checkpoints/best/evaluation.json"
+    before = metrics.read_text()
+    newest = json.loads(before.splitlines()[-1])
+    assert newest["step"] == 2 and EVALUATION in newest
+    metrics.write_text(before.replace(json.dumps(newest), json.dumps(newest | {EVALUATION: 0.1})))
+    verified, finished = finetune("verify", tmp_path / "out"), finetune(*line, "--steps", 2, "--resume", "auto")
+    named = f"{metrics} has another evaluation of step 2 than this run"
+    assert verified.status == 1 and named in verified.err, verified.err
+    assert finished.status == 0 and f"damaged  {named}" in finished.out, finished.out
+    resumed = finetune(*line, "--steps", 3, "--resume")
+    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, resumed.err
+    assert json.loads(best.read_text())["step"] == 3
+    assert finetune("verify", tmp_path / "out").status == 0, "it was evaluated again"
+
+
+@pytest.mark.slow
 def test_the_list_of_another_run_does_not_count(finetune: Finetune, begun: Begun, data: Path, tmp_path: Path) -> None:
     """Nor its weights with it."""
     output, line = tmp_path / "out", begun(finetune, tmp_path / "out", 1e-3)
@@ -119,6 +139,23 @@ def test_the_sum_tells_other_losses_from_lost_ones(tmp_path: Path) -> None:
     assert not losses.fault(file)
     file.write_text(file.read_text().replace("5.0", "5.1"))
     assert losses.is_of_another(file)
+
+
+def test_the_sum_of_a_line_tells_edited_ones(tmp_path: Path) -> None:
+    file, said = tmp_path / "metrics.jsonl", list[str]()
+    history = History(file, 0)
+    history.say = said.append
+    for step, loss in enumerate((0.1, float("nan"), 1e300, 5.0)):
+        history.append(step, {EVALUATION: loss, "validation_metrics/throughput(tps)": step}, summed=True)
+    history.append(4, {"loss": 1.0})
+    history.close()
+    text = file.read_text()
+    assert edited_lines(file) == []
+    for before, after in (("0.1", "0.2"), ("null", "1.0"), ("1e+300", "null"), ('"step": 3', '"step": 0')):
+        file.write_text(text.replace(before, after))
+        assert len(edited_lines(file)) == 1, before
+    file.write_text(text[:-30] + "\n")
+    assert edited_lines(file) == [] and edited_lines(tmp_path / "none") == []
 
 
 @pytest.mark.slow

@@ -1,17 +1,26 @@
 """Somebody moves or deletes files of the output during a run: a line names that, and nothing is written
 elsewhere."""
 
+import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cli.inspect.check import run_verify
+from cli.job.outputs import Outputs
 from cli.options.run_record import RunRecord
 from cli.report.log import History, MetricsLogger
+from cli.train import ranks
+from cli.train.engine_trainer import EngineTrainer
+from cli.train.process import Interrupts
+from common.errors import UserError
 from tests.cli.conftest import Finetune, Outcome
 
 SMALL = ("--batch-size", 2, "--seq-len", 16, "--gpu", "cpu", "--steps", 3, "--data", "random")
@@ -96,6 +105,58 @@ def test_an_output_that_is_removed_ends_the_run(
     what = "To continue: finetune" if is_elsewhere else "enter the command again, without --resume."
     assert ended.status == 2 and f"{tmp_path}/out was removed during the run" in ended.err and what in ended.err
     assert ended.err.count("\n") == 1 and not (tmp_path / "out").exists(), ended.err
+
+
+def test_other_ranks_see_that_the_output_is_moved(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their node may see another directory than rank 0's does."""
+    before, drive, output = EngineTrainer.train_step, tmp_path / "drive", tmp_path / "out"
+
+    def step(trainer: EngineTrainer, *rest: Any) -> Any:
+        if output.exists():
+            output.rename(tmp_path / "moved")
+        return before(trainer, *rest)
+
+    drive.mkdir()
+    monkeypatch.setattr(EngineTrainer, "train_step", step)
+    monkeypatch.setattr(Interrupts, "is_rank0", False)
+    ended = finetune("--model", checkpoint, *SMALL, "--output", output, "--ssd", drive)
+    assert ended.status == 2 and f"{output} was moved to {tmp_path / 'moved'}" in ended.err, ended.err
+
+
+def test_other_ranks_hold_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    job, store = SimpleNamespace(outputs=Outputs.read(output)), SimpleNamespace(check=lambda names: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(ranks, "resolve", lambda settings, is_restart: job)
+    settings: Any = SimpleNamespace(command="train", ssd=(), output_directory=output, how_to_continue="To continue: x")
+    rank: Any = SimpleNamespace(is_rank0=False, restarted=False, node=0)
+    with contextlib.ExitStack() as stack:
+        ranks._prepare(settings, rank, store, stack)  # type: ignore[arg-type]
+        job.outputs.check_in_place()
+        output.rename(tmp_path / "moved")
+        with pytest.raises(UserError, match=r"was moved to .*Move it back"):
+            job.outputs.check_in_place()
+        output.mkdir()
+        with pytest.raises(UserError, match=r"was moved to .*Move it back"):
+            job.outputs.check_in_place()
+
+
+def test_a_file_system_that_is_mounted_over_the_output_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the path is another directory, and the run's has no other path."""
+    output, other = tmp_path / "out", tmp_path / "other"
+    output.mkdir()
+    other.mkdir()
+    settings: Any = SimpleNamespace(command="train", ssd=(), output_directory=output, how_to_continue="To continue: x")
+    outputs, before = Outputs.read(output), os.stat
+    with outputs.held(settings):
+        monkeypatch.setattr(os, "stat", lambda path, **how: before(other if path == output else path, **how))
+        with pytest.raises(UserError, match=rf"^{output} is another directory now than .* is mounted.*To continue: x"):
+            outputs.check_in_place()
 
 
 def _replace(file: Path) -> None:
