@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import resource
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,7 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
                 stack.enter_context(interrupts)
             elif rank.stopping:
                 raise KeyboardInterrupt
+            _check_encoding(arguments)
             status = Finetune(run).main(arguments, prog_name="finetune", standalone_mode=False)
         return Outcome(status if isinstance(status, int) else 0)
     except click.ClickException as error:
@@ -97,6 +99,13 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
         text = on_one_line(error).removesuffix(".") or "no message"
         return Outcome(1, with_notes(f"{type(error).__name__}: {text}.{advice}", error))
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Refuse names that are no text: no file that describes the run could name them."""
+    for word in (*arguments, os.getcwd()):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(f"{word} is not UTF-8: give that file or directory another name (mv), and name it by that.")
 
 
 # What errors of the system, of Python, of PyTorch, and of the dynamic linker say where memory is lacking.
@@ -304,6 +313,17 @@ def _loading(settings: Settings) -> Iterator[None]:
             gc.enable()
 
 
+def _check_left(settings: Settings) -> None:
+    """Refuse to leave a drive that is to stay."""
+    stays = {path.resolve() for path in settings.drives}
+    for left in (path for path in settings.drives_to_leave if path.resolve() in stays):
+        rest = [str(path) for path in settings.drives if path.resolve() != left.resolve()]
+        raise UserError(
+            f"--leave-ssd {left} is one of the drives of --ssd, which stay: give --ssd those that are to stay"
+            f"{f': --ssd {shlex.join(rest)} --leave-ssd {shlex.quote(str(left))}' if rest else ', or new ones'}."
+        )
+
+
 def _check_inputs(settings: Settings, has_data: bool) -> None:
     """Reject what is missing before PyTorch is loaded."""
     missing = {
@@ -332,8 +352,9 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
             raise
     check_path("--adapter", settings.adapter)
     check_path("--peft-config", settings.peft_config)
-    if settings.command == "train" and settings.output is not None:
+    if settings.command in ("train", "export") and settings.output is not None:
         check_output("--output", settings.output)
+    _check_left(settings)
     for folder in settings.verify:
         check_path("verify", Path(folder))
     for name in (*settings.data, *settings.eval_data):

@@ -169,6 +169,8 @@ def check_output(option: str, path: Path) -> None:
         parent = next(each for each in (path, *path.parents) if each.exists())
     except OSError as error:
         raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{option}: {path} is a link to {path.readlink()}, where nothing is: make that directory.")
     if not parent.is_dir():
         raise UserError(f"{option}: {parent} is not a directory.")
     if not os.access(parent, os.W_OK):

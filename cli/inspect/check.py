@@ -17,7 +17,7 @@ from peft import PeftConfig
 
 from cli.job.machine import device_name, directories_at_hand, job_at_hand
 from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
-from cli.job.resumed import faults_of_losses
+from cli.job.resumed import faults_of_losses, faults_of_references
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
@@ -317,7 +317,7 @@ def _faults(files: Outputs) -> list[str]:
             "again.",
         ]
     record, saves = RunRecord.read(output), _saves(output)
-    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0]]
+    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0], *faults_of_references(output)]
     if saves and record is not None and record.ended_after is not None and not files.has_result:
         faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
     if faults and (files.faults(RESULT) or not files.has_result):

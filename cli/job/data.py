@@ -96,9 +96,10 @@ class DataSource:
     template: ChatTemplate
     output: Path
     shared: bool  # Whether nodes share the output directory, where tokens are kept then
+    held_out_option: str = "--eval-data"  # What names the files to evaluate with, for messages
 
     def __post_init__(self) -> None:
-        for option, sets in (("--data", self.sets), ("--eval-data", [(self.held_out, None)])):
+        for option, sets in (("--data", self.sets), (self.held_out_option, [(self.held_out, None)])):
             for files, _ in sets:
                 with naming(option):
                     find_files(files)
@@ -175,7 +176,7 @@ class _Opener:
     def held_out(self) -> Batches | None:
         source, config = self.source, replace(self.config, shuffle=False)
         if source.held_out:
-            with naming("--eval-data"):
+            with naming(source.held_out_option):
                 selection = RecordSelection(source.selection.columns)
                 return self._open(replace(config, files=source.held_out, selection=selection))
         if not source.selection.held_out:

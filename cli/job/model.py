@@ -166,6 +166,8 @@ class ModelChoice:
         pad = next((int(token) for token in known if token is not None), 0)
         self._check_base(self.checkpoint, outputs)
         new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
+        if outputs.is_whole(BASE):
+            _check_classes(load_config(str(base))[0].id2label, new.id2label)
         is_there = outputs.is_whole(BASE) and (base / "config.json").read_text() == new.to_json_string(use_diff=True)
         if not is_there:  # of several ranks, the first one has written it before the others come here
             folder = outputs.prepare(BASE)
@@ -196,6 +198,16 @@ def unplaced_weights(model: AdaptedModel) -> str:
         return ""
     count = counted(len(unplaced), "tensor")
     return f"{count} of the checkpoint, for which the model has no place; the first is {unplaced[0]}"
+
+
+def _check_classes(before: dict[int, str], now: dict[int, str]) -> None:
+    """Refuse to give a run's own model, which its adapters are for, other classes than it began with."""
+    if before != now:
+        began, has = (", ".join(names.values()) for names in (before, now))
+        raise UserError(
+            f"--resume: --data has the classes {has}, and this run began with {began}. Give the data that it began "
+            "with, or begin a new run in another --output."
+        )
 
 
 def trained_share(model: AdaptedModel) -> float:

@@ -183,6 +183,7 @@ def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, Dat
         template=template,
         output=output,
         shared=settings.nodes is not None,
+        held_out_option="--data" if settings.command == "evaluate" else "--eval-data",
     )
 
 

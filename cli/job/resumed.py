@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
@@ -22,6 +24,7 @@ from cli.options.run_record import (
     METRICS,
     OPTIONS,
     OUTPUT,
+    REFERENCES,
     RUN,
     RunRecord,
     committed_user_state,
@@ -113,9 +116,7 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
 def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     """Return sentences about the files of losses, compared with what the run has committed: about those that have the
     losses of another run, and about those that lack lines."""
-    record = RunRecord.read(output)
-    stores = [] if record is None else [Path(store.path) for store in record.places if store.is_there()]
-    state = committed_user_state(stores)
+    state = _committed(output)
     losses = LossSum.committed(state) if state.get(OUTPUT) == str(output.resolve()) else None
     other, gaps = list[str](), list[str]()
     for file in () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS):
@@ -125,6 +126,27 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     metrics = output / RUN / METRICS
     other += [f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)]
     return other, gaps
+
+
+def faults_of_references(output: Path) -> list[str]:
+    """Return a sentence for each file that the run is compared with, as a commit names them, that cannot be read."""
+    faults = list[str]()
+    for file in (output / RUN / str(name) for name in _committed(output).get(REFERENCES, ())):
+        try:
+            with np.load(file) as content:  # which has checksums
+                _ = content["values"], content["digest"]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            what = "damaged" if file.exists() else "missing"
+            faults.append(f"{file} is {what}, and the run is not continued without it: copy it there again.")
+    return faults
+
+
+def _committed(output: Path) -> dict[str, Any]:
+    """Return the user state of the newest commit of the run in ``output``; empty if there is none."""
+    record = RunRecord.read(output)
+    return committed_user_state(
+        Path(store.path) for store in (() if record is None else record.places) if store.is_there()
+    )
 
 
 def decided(settings: Settings, checks: bool = True) -> Settings:

@@ -26,6 +26,7 @@ options, one has a line for every step."""
 REPLACED = ".replaced"  # Folder inside the output directory for files of an earlier run, until a new one has a commit
 
 OPTIONS = "options"  # Key in a commit's user state of the run's options as TOML
+REFERENCES = "reference"  # Key in a commit's user state: digest, steps, and hash of each file of references, by name
 OUTPUT = "output"  # Key in the description and in a commit's user state of the output's path, without links
 _STORES, ENDED_AFTER = "stores", "ended_after"  # Keys in the description
 _TAIL_BYTES = 1 << 16  # Bytes at the end of a file of metrics that are searched for the newest step

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cli.job.job import Job
-from cli.options.run_record import RUN
+from cli.options.run_record import REFERENCES, RUN
 from cli.report.results import EvaluationResult
 from common.activity import activity
 from common.data import Batches, PackedBatches
@@ -157,14 +157,14 @@ class ReferencePass:
 
     def _note(self, job: Job) -> None:
         """Have the next commit hold a hash of the numbers, so that those of another run are noticed."""
-        self.engine.user_state[_NOTED] = {
+        self.engine.user_state[REFERENCES] = {
             path.name: [batches.digest, steps, _sum_of(batches, batches.reference, steps)]
             for batches, steps, path in _compared(job)
             if batches.reference is not None
         }
 
     def _check_noted(self, path: Path, batches: PackedBatches, table: np.ndarray) -> None:
-        noted = self.engine.user_state.get(_NOTED, {}).get(path.name)
+        noted = self.engine.user_state.get(REFERENCES, {}).get(path.name)
         if noted is None or noted[0] != batches.digest:  # an earlier version, or other held-out data
             return
         if _sum_of(batches, table, noted[1]) != noted[2]:
@@ -214,9 +214,6 @@ class ReferencePass:
     def _read(self, path: Path, batches: PackedBatches, steps: int, base: str) -> np.ndarray | None:
         table = _stored(path, batches, base)
         return table if table is not None and _has_all(table, batches, steps) else None
-
-
-_NOTED = "reference"  # Key in a commit's user state: of each file, digest of the data, steps, and hash of their numbers
 
 
 def _sum_of(batches: PackedBatches, table: np.ndarray, steps: int) -> str:

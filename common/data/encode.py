@@ -26,7 +26,7 @@ from common.data.shapes import Chat, Example, PlainText
 from common.data.spelling import varied
 from common.data.template import ChatTemplate, Form, answer_kind
 from common.data.written import WrittenText, special_tokens, text_of, tokenized
-from common.errors import UserError
+from common.errors import UserError, on_one_line
 from common.limits import LimitExceeded
 
 _BATCH_EXAMPLES = 256
@@ -359,6 +359,8 @@ class Encoder:
                 f"{chat.where}: the chat template {error} for one conversation. Give another with --chat-template."
             ) from error
         except Exception as error:  # templates are programs: they raise any exception
+            if isinstance(error, OSError | SyntaxError) and not isinstance(error, LookupError):  # of PIL
+                raise UserError(f"{chat.where}: an image cannot be read: {on_one_line(error)}") from error
             raise UserError(
                 f"{chat.where}: the chat template refuses this conversation "
                 f"(roles {', '.join(str(message.get('role')) for message in chat.messages)}): {error}"

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import stat
 import time
@@ -97,9 +98,14 @@ def create_directories(
     return paths, replace(identity, complete=True)
 
 
-def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]:
-    """Return the directories of one store in the order of their indices, and the identity of the first."""
-    paths = usable_directories(directories)
+def find_directories(directories: Sequence[Path], writes: bool = True) -> tuple[list[Path], Identity]:
+    """Return the directories of one store, whole, in the order of their indices, and the identity of the first.
+
+    Args:
+        directories: in any order.
+        writes: whether its files will be written to, so that they must be no other store's.
+    """
+    paths = usable_directories(directories, writes)
     identities = {}
     for path in paths:
         identity = Identity.read(path)
@@ -156,7 +162,20 @@ def find_directories(directories: Sequence[Path]) -> tuple[list[Path], Identity]
                     "from a copy of that time, or begin again with --overwrite, from a checkpoint (--model) if there "
                     "is one."
                 )
+            if writes:
+                _refuse_links(file)
     return ordered, identities[ordered[0]]
+
+
+def _refuse_links(file: Path) -> None:
+    """Refuse a store's file that has another name, too: what is written to it would be written to another store."""
+    status, name = file.lstat(), shlex.quote(str(file))
+    if stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
+        how = f"a link to {file.resolve()}" if stat.S_ISLNK(status.st_mode) else "linked elsewhere (as by cp -l)"
+        raise UserError(
+            f"{file} is {how}, so to continue here would change that run, too. Give this run a file that is not: "
+            f"cp {name} {name}.new && mv {name}.new {name}. Then enter the command again."
+        )
 
 
 def remove(directories: Iterable[Path]) -> None:

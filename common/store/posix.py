@@ -109,11 +109,11 @@ BOUNCE_BYTES = 1 << 20  # Bytes of the bounce buffer that a thread gets with its
 class PosixFile:
     """A preallocated file of whole pages. Any number of threads may use it at once."""
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path``, or raise a StoreError."""
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        """Open ``path``, or raise a StoreError; without ``writes`` to read it only."""
         self.path = path
         with described("opening", path):
-            self._descriptor, self.direct = _open_direct(path)
+            self._descriptor, self.direct = _open_direct(path, os.O_RDWR if writes else os.O_RDONLY)
 
     def read(self, offset: int, view: Bytes) -> None:
         """Fill ``view`` with the bytes from ``offset`` on; both may be odd."""
@@ -214,9 +214,9 @@ def bounce_buffer() -> Bytes:
     return _own.bounce
 
 
-def _open_direct(path: Path) -> tuple[int, bool]:
+def _open_direct(path: Path, access: int) -> tuple[int, bool]:
     """Return a descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays have none."""
-    flags = os.O_RDWR | os.O_CLOEXEC
+    flags = access | os.O_CLOEXEC
     descriptor, page = -1, aligned_bytes(ALIGNMENT).data
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)

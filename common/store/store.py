@@ -74,10 +74,12 @@ class Store:
         io: Io = "posix",
         threads: int = IO_THREADS,
         throttle: Throttle | None = None,
+        writes: bool = True,
     ) -> "Store":
-        """Open the store that ``directories`` hold, given in any order; the rest as in ``create``."""
+        """Open the store that ``directories`` hold, given in any order, also to write to it if it ``writes``; the rest
+        as in ``create``."""
         _check_io(io)
-        return cls(*placement.find_directories(directories), io, threads, throttle)
+        return cls(*placement.find_directories(directories, writes), io, threads, throttle, writes)
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Store:
         io: Io,
         threads: int,
         throttle: Throttle | None = None,
+        writes: bool = True,
     ) -> None:
         self.id = identity.store  # Random name of the store: a manifest that names it cannot be taken for another run's
         self.directories = tuple(directories)  # The directories, in the order of the stripes
@@ -105,7 +108,7 @@ class Store:
             for name in self._file_bytes:
                 self._files[name] = []
                 for path in directories:
-                    self._files[name].append(PosixFile(path / name))
+                    self._files[name].append(PosixFile(path / name, writes))
             if io == "kvikio":
                 kvikio_backend.configure(threads * len(directories))
                 for name, files in self._files.items():

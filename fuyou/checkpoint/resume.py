@@ -171,7 +171,7 @@ class _Resumption:
         named = [folder for folder in self._drives.everywhere if folder in self._found]
         empty = [folder for folder in self._drives.folders if folder.is_dir() and folder not in self._found]
         try:
-            with Store.open(shard.paths if shard else named or empty or self._drives.folders, io="posix") as store:
+            with Store.open(shard.paths if shard else named or empty or self._drives.folders, writes=False) as store:
                 self._state_after(store)
         except UserError as error:
             if not named or not empty:
@@ -268,7 +268,7 @@ class _Resumption:
         self, shard: LocalShard, step: int, stores: dict[int, Store], stack: contextlib.ExitStack
     ) -> TrainingState:
         self._lock.add(path for path in shard.paths if final_folder(path) not in self._locked)
-        store = stores[shard.rank] = stack.enter_context(Store.open(shard.paths, io="posix"))
+        store = stores[shard.rank] = stack.enter_context(Store.open(shard.paths, writes=False))
         return self._state_after(store, step)
 
     def _check_room(self, target: ShardLayout, replaced: Collection[str]) -> None:

@@ -128,7 +128,7 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
         UserError: if it is in use, a directory is missing, or nothing was ever committed.
         FinetuneError: if the store's identity is damaged.
     """
-    with DirectoryLock(directories), Store.open(directories, io="posix") as store:
+    with DirectoryLock(directories), Store.open(directories, io="posix", writes=False) as store:
         content = load_manifest(store.directories[0])
         if content is None:
             raise UserError(

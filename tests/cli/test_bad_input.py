@@ -53,6 +53,36 @@ def test_output_that_cannot_be(finetune: Finetune, checkpoint: Path, tmp_path: P
     check(finetune("--model", checkpoint, "--output", checkpoint), 2, "is --model", "which is to be read")
 
 
+def test_merge_into_what_is_no_directory(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "lost")
+    words = ("export", "--model", checkpoint, "--adapter", checkpoint, "--output")
+    check(finetune(*words, tmp_path / "file"), 2, f"--output: {tmp_path / 'file'} is not a directory")
+    check(finetune(*words, tmp_path / "link"), 2, f"link is a link to {tmp_path / 'lost'}, where nothing is")
+
+
+def test_drives_that_are_to_stay_and_to_be_left(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    """Also those that the run has, where --ssd is left out."""
+    drives = [tmp_path / "a", tmp_path / "b c"]
+    for drive in drives:
+        drive.mkdir()
+    words = ("--model", checkpoint, "--output", tmp_path / "out", "--ssd", *drives, "--resume", "--leave-ssd")
+    check(finetune(*words, drives[1]), 2, f"stay: give --ssd those that are to stay: --ssd {drives[0]} --leave-ssd '")
+    check(finetune(*words[:-3], "--resume", "--leave-ssd", drives[0]), 2, "those that are to stay, or new ones.")
+
+
+def test_a_name_that_is_not_utf_8(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    output = f"{tmp_path}/caf\udce9"
+    check(finetune("--model", checkpoint, "--output", output), 2, "caf", "is not UTF-8: give that file or directory")
+    assert not any(tmp_path.iterdir())
+
+
+def test_evaluated_data_are_named_as_they_were_given(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "cut')
+    words = ("--model", checkpoint, *SMALL)
+    check(finetune("evaluate", *words, "--data", tmp_path / "data.jsonl"), 2, f"error: --data: {tmp_path}/data.jsonl")
+
+
 def test_output_that_holds_a_checkpoint(finetune: Finetune, checkpoint: Path, own_checkpoint: Path) -> None:
     before = (own_checkpoint / "model.safetensors").read_bytes()
     check(finetune("--model", checkpoint, "--output", own_checkpoint), 2, "config.json", "move that elsewhere")

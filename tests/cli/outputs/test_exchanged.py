@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cli.job.resumed import faults_of_references
 from cli.options.loss_sum import LossSum, edited_lines
 from cli.report.log import History
 from tests.cli.conftest import Finetune
@@ -170,3 +172,19 @@ def test_a_killed_run_has_its_losses(finetune: Finetune, begun: Begun, tmp_path:
     assert resumed.status == 0 and "other losses" not in resumed.out, resumed.out
     assert [each["step"] for each in history(tmp_path / "out")] == [1, 2, 3]
     assert finetune("verify", tmp_path / "out").status == 0
+
+
+def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of preferences is not continued without them."""
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run/reference.npz"
+    monkeypatch.setattr("cli.job.resumed._committed", lambda output: {"reference": {file.name: ["data", 1, "sum"]}})
+    assert faults_of_references(tmp_path) == [
+        f"{file} is missing, and the run is not continued without it: copy it there again."
+    ]
+    np.savez(file, values=np.arange(9.0), digest=np.array("data"))
+    assert faults_of_references(tmp_path) == []
+    content = file.read_bytes()
+    for damaged in (content[:-9], content[:200] + b"!" + content[201:], b""):
+        file.write_bytes(damaged)
+        assert faults_of_references(tmp_path)[0].startswith(f"{file} is damaged")

@@ -97,6 +97,17 @@ def test_adapters_and_the_projector_train_together(
     assert re.findall(r"eval     (loss \d+\.\d+)", capsys.readouterr().out) == 2 * last
 
 
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_an_image_that_is_cut_is_named(
+    keep: float, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (tmp_path / "2.png").read_bytes()
+    (tmp_path / "2.png").write_bytes(content[: int(keep * len(content))])
+    words = ["--model", str(checkpoint), "--data", str(data), "--seq-len", "128", "--gpu", "cpu"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 2
+    assert f"--data: {data}, line 3: an image cannot be read: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("objective", "message"), [
     ("dpo", "--objective dpo reads text, and the data hold images"),
     ("pretrain", "--objective pretrain reads text, and the data hold images"),

@@ -202,6 +202,23 @@ def test_a_classifier_continues_with_the_model_that_it_began_with(
     assert finetune("verify", tmp_path / "out").status == 0
 
 
+def test_other_classes_do_not_replace_the_model_that_a_classifier_began_with(
+    checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Its adapters are for that one: with other names in it, they would answer other things."""
+    first, renamed = tmp_path / "first.jsonl", tmp_path / "renamed.jsonl"
+    first.write_text("".join(json.dumps(record) + "\n" for record in TEXTS))
+    renamed.write_text(first.read_text().replace('"even"', '"zero"'))
+    words = ("--model", checkpoint, "--objective", "classify", *LORA, *PLACE, "--batch-size", "2", "--output")
+    done = finetune(*words, tmp_path / "out", "--data", first, "--steps", "1")
+    assert done.status == 0, done.err
+    before = (tmp_path / "out/base/config.json").read_text()
+    refused = finetune(*words, tmp_path / "out", "--data", renamed, "--steps", "2", "--resume")
+    named = "--data has the classes odd, odder, zero, and this run began with even, odd, odder. Give the data"
+    assert refused.status == 2 and named in refused.err, refused.err
+    assert (tmp_path / "out/base/config.json").read_text() == before
+
+
 @pytest.mark.parametrize(("records", "objective", "message"), [
     (TEXTS[:1], "classify", "learns to tell at least two classes apart"),
     (TEXTS, "reward", "a pair has chosen and rejected"),

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -248,3 +249,41 @@ def test_an_interrupted_removal_can_be_repeated(make_directories, monkeypatch):
         Store.open(paths)
     remove(paths)
     assert os.listdir(paths[0]) == []
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_files_that_are_another_stores_too_are_read_but_not_written(make_directories, tmp_path, link):
+    """As ``cp -l`` and ``cp -s`` make them: a continued run would change the original."""
+    [path], copy = make_directories(1), tmp_path / "copy"
+    layout = a_layout(1)
+    Store.create([path], layout).close()
+    shutil.copytree(path, copy)
+    for name in layout.file_bytes():
+        (copy / name).unlink()
+        link(path / name, copy / name)
+    with pytest.raises(UserError, match=r"change that run, too.*: cp (\S+) \S+\.new && mv \S+\.new \1\. "):
+        Store.open([copy])
+    with Store.open([copy], writes=False) as store:
+        assert store.layout == layout
+    for name in layout.file_bytes():
+        shutil.copy(copy / name, copy / f"{name}.new")
+        os.replace(copy / f"{name}.new", copy / name)
+    Store.open([copy]).close()
+    Store.open([path]).close()
+
+
+def test_a_store_that_is_only_read_may_be_on_a_read_only_file_system(make_directories, monkeypatch):
+    [path] = make_directories(1)
+    Store.create([path], a_layout(1)).close()
+    before, can_access = os.open, os.access
+
+    def open_read_only(name, flags, *rest, **named):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(name))
+        return before(name, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_read_only)
+    monkeypatch.setattr(os, "access", lambda name, mode: not mode & os.W_OK and can_access(name, mode))
+    Store.open([path], writes=False).close()
+    with pytest.raises(UserError, match="not writable"):
+        Store.open([path])
