@@ -6,7 +6,6 @@ before that and the earlier run's store is as it was, everything is put back (:m
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -45,7 +44,7 @@ from cli.options.run_record import (
 )
 from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
-from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sync, sync_tree
+from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sampled_digest, sync, sync_tree
 from common.models.adapters.options import CONFIG as ADAPTER
 from common.models.adapters.options import WEIGHTS
 from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
@@ -74,10 +73,10 @@ _OWN = (
     "tokenizer_config.json", "tokenizer.model", *TOKENIZER_FILES[1:],
 )  # fmt: skip
 """Names of what earlier versions wrote, which did not list it. Other files are the user's."""
+_FOLDERS = (REPLACED, RUN, CHECKPOINTS, BASE, STORE, COMMITS)  # What a run makes in an output directory
 _PARTIAL = ".partial"  # End of the name of what is not complete
 _RETIRED = ".old"  # End of the name, before that, of a folder that is about to be removed
 _FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")  # What a run makes
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # Parts of a large file that are hashed, evenly spaced, and bytes of each
 
 _LINK = "link to "  # Beginning of the hash of a link, before its target and the hash of that
 _NOT_REGULAR = "not a regular file"  # Hash of any other thing, and of links in lists of earlier versions
@@ -234,6 +233,9 @@ class Outputs:
         """Refuse to write where other files would be in the way of the run's, or the run's in theirs."""
         if not resumes:
             check_outside(self.directory)
+        for folder in (self.directory / name for name in _FOLDERS):
+            if folder.is_symlink():  # to another drive, or into another run's output
+                check_outside(folder)
         listed = [file for file in self._files if (self.directory / file).exists() and not file.startswith(f"{BASE}/")]
         is_run = (self.directory / RUN / DESCRIPTION).exists()
         is_complete = is_run or self.is_whole(RESULT)  # else an export was killed while it moved its files into place
@@ -562,7 +564,7 @@ def check_outside(directory: Path) -> None:
     for outer in path.parents:
         folder = path.relative_to(outer).parts[0]
         signs = [outer / RUN / DESCRIPTION, outer / RUN / FILES, outer / REPLACED / JOURNAL]
-        if folder in (REPLACED, RUN, CHECKPOINTS, BASE, STORE, COMMITS) and any(sign.exists() for sign in signs):
+        if folder in _FOLDERS and any(sign.exists() for sign in signs):
             raise UserError(
                 f"{directory} lies in {outer / folder}, where the run of {outer} writes and removes files: give "
                 "another --output."
@@ -607,9 +609,4 @@ def content_digest(file: Path) -> str:
 @lru_cache(maxsize=1 << 14)
 def _digest_of(file: Path, size: int, state: tuple[int, ...]) -> str:
     """Return the hash of a file of ``size`` bytes, which is computed once for each ``state`` of it."""
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-            content.seek(start)
-            digest.update(content.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return sampled_digest(file, size)

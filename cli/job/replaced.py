@@ -43,7 +43,7 @@ def was_set_aside_by(directory: Path, id: str) -> bool:
 def are_stores_as_they_were(directory: Path) -> bool:
     """Return whether the earlier run's stores are as they were when its files were set aside."""
     journal = _read(directory)
-    return bool(journal) and _states_of_stores(journal["stores"]) == journal["states"]
+    return bool(journal) and _states_of_stores(directory, journal["stores"]) == journal["states"]
 
 
 def set_aside(directory: Path, files: Sequence[str], by: str, stores: Iterable[Path]) -> None:
@@ -64,8 +64,9 @@ def set_aside(directory: Path, files: Sequence[str], by: str, stores: Iterable[P
             for file in files:
                 if os.path.lexists(folder / file):
                     raise UserError(f"{folder / file} was not set aside by a run: move it out of {folder}.")
-            names = [str(store) for store in stores]
-            journal = {"by": by, "stores": names, "states": _states_of_stores(names), "files": [], _PLACES: []}
+            names = [_inside(directory, store) for store in stores]
+            states = _states_of_stores(directory, names)
+            journal = {"by": by, "stores": names, "states": states, "files": [], _PLACES: []}
         journal["files"] = list(dict.fromkeys([*journal["files"], *files]))
         record = RunRecord.read(directory)
         is_ours = read_description(directory).get(OUTPUT) == str(directory.resolve())  # else this is a copy of another
@@ -159,12 +160,17 @@ def _write(directory: Path, journal: dict[str, Any]) -> None:
     replace_file(directory / REPLACED / JOURNAL, json.dumps(journal, indent=1) + "\n")
 
 
-def _states_of_stores(stores: Iterable[str]) -> dict[str, str]:
+def _inside(directory: Path, path: Path) -> str:
+    """Return a path as seen from an output directory, if it is in that: it stays true when that is moved."""
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path.absolute())
+
+
+def _states_of_stores(directory: Path, stores: Iterable[str]) -> dict[str, str]:
     """Return a hash of each manifest and identity of the stores in these folders, by its path."""
-    folders = [folder for store in map(Path, stores) for folder in (store, successor_folder(store))]
+    folders = [folder for store in stores for folder in (directory / store, successor_folder(directory / store))]
     patterns = [f"{inner}{name}" for name in (MANIFEST_FILE, IDENTITY_FILE) for inner in ("", "*/")]  # of ranks, too
     files = [file for folder in folders for pattern in patterns for file in folder.glob(pattern)]
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {_inside(directory, file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def move(source: Path, target: Path, files: Iterable[str]) -> None:

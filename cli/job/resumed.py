@@ -26,6 +26,7 @@ from cli.options.run_record import (
     OUTPUT,
     REFERENCES,
     RUN,
+    STORE,
     RunRecord,
     committed_user_state,
     newest_in_memory,
@@ -116,8 +117,7 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
 def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     """Return sentences about the files of losses, compared with what the run has committed: about those that have the
     losses of another run, and about those that lack lines."""
-    state = _committed(output)
-    losses = LossSum.committed(state) if state.get(OUTPUT) == str(output.resolve()) else None
+    losses = LossSum.committed(_committed(output))
     other, gaps = list[str](), list[str]()
     for file in () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS):
         assert losses is not None
@@ -142,11 +142,18 @@ def faults_of_references(output: Path) -> list[str]:
 
 
 def _committed(output: Path) -> dict[str, Any]:
-    """Return the user state of the newest commit of the run in ``output``; empty if there is none."""
-    record = RunRecord.read(output)
-    return committed_user_state(
-        Path(store.path) for store in (() if record is None else record.places) if store.is_there()
-    )
+    """Return the user state of the newest commit of the run in ``output``; empty if there is none.
+
+    That of a copy is in its own store: the description names those of the original.
+    """
+    record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
+    if record is None:
+        return {}
+    names = {place.store for place in record.places}
+    if names & ({place.store for place in store_places(inside)} | replaced_stores(inside)):
+        return committed_user_state(inside)
+    state = committed_user_state(Path(store.path) for store in record.places if store.is_there())
+    return state if state.get(OUTPUT) == str(output.resolve()) else {}
 
 
 def decided(settings: Settings, checks: bool = True) -> Settings:

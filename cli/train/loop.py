@@ -267,7 +267,8 @@ class AfterStep:
         for name in self._outputs.checkpoints(self._resumed_from)[len(outdated) :]:
             if faults := self._outputs.faults(name):
                 self._say(f"damaged  {faults[0].removesuffix('.')}: it does not count for --keep")
-        if best_of(self._losses)[0] != self._resumed_from and (lost := self.lost_best()):
+        is_due = self.evaluates(self._resumed_from)  # and so is the checkpoint, if that is the best
+        if not is_due and best_of(self._losses)[0] != self._resumed_from and (lost := self.lost_best()):
             self._say(lost)
 
     def _outdated(self, step: int) -> list[str]:

@@ -143,7 +143,8 @@ def _is_changed(file: Path, before: os.stat_result) -> bool:
         now = file.stat()
     except OSError:
         return True
-    return any(getattr(now, name) != getattr(before, name) for name in ("st_size", "st_mtime_ns", "st_ino"))
+    names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+    return any(getattr(now, name) != getattr(before, name) for name in names)
 
 
 def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder, doing: Activity) -> None:

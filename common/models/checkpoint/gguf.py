@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from common.activity import activity
 from common.errors import UserError, on_one_line
-from common.files import CACHE_VARIABLE, cache_directory, replace_file
+from common.files import CACHE_VARIABLE, cache_directory, replace_file, sampled_digest
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.gguf_header import check_header
 from common.models.checkpoint.gguf_metadata import ROPE_FACTORS, apply_metadata, apply_rope_factors
@@ -37,7 +37,7 @@ _SHARD_BYTES = 1 << 30
 SOURCE = "source.json"  # Written last: the file that a conversion was made of, and what it consists of
 NAMED_BY = "adapters.txt"  # Directories of adapters that were trained on the conversion, one per line
 _FORMAT = 2  # To be raised when files are converted in another way
-_CHECKED_BYTES = 64 << 20  # Larger files are compared by size only
+_CHECKED_BYTES = 64 << 20  # Of larger files, a sample is compared
 _held: dict[Path, TextIO] = {}  # Locks of the conversions that this process uses, until it ends
 
 
@@ -106,7 +106,7 @@ def keep_for_adapter(checkpoint: Path, adapter: Path) -> None:
 
 
 def _is_whole(file: Path, directory: Path) -> bool:
-    """Return whether the files are those that were made of ``file``: by size, and small ones by SHA-256."""
+    """Return whether the files are those that were made of ``file``: by size and SHA-256, of large ones of 4 MiB."""
     try:
         content = json.loads((directory / SOURCE).read_text())
         is_whole = all(_state(directory / name) == state for name, state in content["files"].items())
@@ -117,7 +117,8 @@ def _is_whole(file: Path, directory: Path) -> bool:
 
 def _state(file: Path) -> list[Any]:
     nbytes = file.stat().st_size
-    return [nbytes, None if nbytes > _CHECKED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()]
+    is_large = nbytes > _CHECKED_BYTES
+    return [nbytes, sampled_digest(file, nbytes) if is_large else hashlib.sha256(file.read_bytes()).hexdigest()]
 
 
 def _remove_content(directory: Path) -> None:

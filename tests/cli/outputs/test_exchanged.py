@@ -172,6 +172,11 @@ def test_a_killed_run_has_its_losses(finetune: Finetune, begun: Begun, tmp_path:
     assert resumed.status == 0 and "other losses" not in resumed.out, resumed.out
     assert [each["step"] for each in history(tmp_path / "out")] == [1, 2, 3]
     assert finetune("verify", tmp_path / "out").status == 0
+    copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    assert finetune("verify", copy).status == 0
+    (copy / "losses.jsonl").write_text((copy / "losses.jsonl").read_text().replace('"loss": ', '"loss": 1'))
+    verified = finetune("verify", copy)
+    assert verified.status == 1 and f"{copy / 'losses.jsonl'} has other losses" in verified.err, verified.err
 
 
 def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A run that is replaced leaves no store: also where the new one writes to other drives, or under another name."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cli.job.outputs import claim, recover
+from cli.job.outputs import RESULT, Outputs, claim, recover
 from cli.options.run_record import described_stores
 from cli.options.settings import Settings
+from common.errors import UserError
 from common.store import Layout, commit_manifest
 from common.store.directories import DirectoryLock, create_directories
 from common.store.manifest import write_sealed
@@ -93,6 +95,43 @@ def test_no_store_of_a_replaced_run_stays(
     assert set(there) == set(later.stores)
     moved = set(earlier.stores) - set(later.stores)
     assert capsys.readouterr().out.count("removed ") == len(moved)
+
+
+def test_what_was_set_aside_comes_back_also_where_the_output_was_moved(scene: Scene, tmp_path: Path) -> None:
+    """The new run was killed before it changed the store, and somebody moved the directory."""
+    scene.begin(scene.settings())
+    outputs = Outputs.read(scene.output)
+    (outputs.prepare(RESULT) / "config.json").write_text("of the earlier run")
+    outputs.put(RESULT)
+    child = os.fork()
+    if not child:
+        with claim(scene.settings()):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (scene.output / ".replaced/config.json").exists()
+    moved = scene.output.rename(tmp_path / "moved")
+    recover(moved)
+    assert (moved / "config.json").read_text() == "of the earlier run" and not (moved / ".replaced").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "store", "checkpoints", "base", ".replaced", "commits"])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_link_into_another_output_is_refused(scene: Scene, tmp_path: Path, name: str, resumes: bool) -> None:
+    """Its run would be changed; a link to another drive is nobody's."""
+    scene.begin(scene.settings())
+    (scene.output / name).mkdir(exist_ok=True)
+    other, elsewhere = tmp_path / "other", tmp_path / "elsewhere"
+    for path in (other, elsewhere):
+        path.mkdir()
+    (other / name).symlink_to(scene.output / name)
+    settings = scene.settings(output=other, resume=resumes, overwrite=not resumes)
+    refused = pytest.raises(UserError, match=rf"other/{name} lies in {scene.output / name}, .* give another --output")
+    with refused, claim(settings):
+        pass
+    (other / name).unlink()
+    (other / name).symlink_to(elsewhere)
+    with claim(settings):
+        pass
 
 
 def test_the_store_of_a_copied_output_is_named_and_stays(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:

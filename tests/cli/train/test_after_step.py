@@ -120,6 +120,16 @@ def test_checkpoints_of_steps_that_were_not_committed_and_are_not_due_again_are_
     assert scene.calls() == {"step-2": "1", "step-4": "1"}, "also those of steps after the last"
 
 
+def test_the_best_checkpoint_is_not_lost_while_its_evaluation_is_due_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commit of its step does not hold it, and the file that has it may be cut."""
+    scene, losses = Scene(tmp_path, monkeypatch), {step: 9.0 - step for step in range(9)}
+    scene.run(range(3), committed=2, losses=losses)
+    scene.run(range(2, 4), committed=3, losses=losses)
+    assert "lost" not in capsys.readouterr().out and scene.calls()["best"] == "2"
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("edited")])
 def test_a_damaged_checkpoint_is_named_and_does_not_count(
     damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -289,6 +289,19 @@ def test_conversions_that_were_exchanged_are_made_again(tmp_path: Path) -> None:
     assert [load_config(file)[0].rope_parameters["rope_theta"] for file in files] == [1e4, 2e4]
 
 
+@pytest.mark.parametrize("checked", [1 << 20, 0])
+def test_conversions_whose_weights_were_damaged_are_made_again(
+    checked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large files, a sample is compared."""
+    monkeypatch.setattr("common.models.checkpoint.gguf._CHECKED_BYTES", checked)
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
+    weights = dequantized(file) / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    assert (dequantized(file) / "model.safetensors").read_bytes() == content
+
+
 def _tokenizer(folder: Path, fields: dict[str, str | bool], merges: int | None = None) -> PreTrainedTokenizerBase:
     """Return the tokenizer that a result has, of a GGUF file with these metadata of its tokenizer."""
     file = write_gguf(folder / "model.gguf", FAMILIES["llama"][0], FIELDS, tokenizer_fields=fields, merges=merges)
