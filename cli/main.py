@@ -24,7 +24,7 @@ from cli.options.option import naming, split_weight
 from cli.options.run_record import REPLACED, RUN, RunRecord
 from cli.options.settings import RANDOM, Settings, output_directory, settings_of
 from cli.report.progress import Heartbeat
-from cli.train.process import AGENT, STATUS, Interrupts, Outcome, RankProcess, Stopped, is_lost_contact
+from cli.train.process import STATUS, Interrupts, Outcome, RankProcess, Stopped, is_lost_contact, is_rank
 from common.activity import activity
 from common.errors import FinetuneError, UserError, as_message, on_one_line, with_notes
 from common.files import check_data_file, check_output, check_path, nearest_path, preset_files
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names and data may not fit a terminal's encoding
-    rank = RankProcess() if argv is None and AGENT in os.environ else None
+    rank = RankProcess() if argv is None and is_rank() else None
     named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
     try:
         outcome = _outcome(arguments, rank, Interrupts(ends_process=argv is None))

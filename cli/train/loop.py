@@ -267,7 +267,8 @@ class AfterStep:
         for name in self._outputs.checkpoints(self._resumed_from)[len(outdated) :]:
             if faults := self._outputs.faults(name):
                 self._say(f"damaged  {faults[0].removesuffix('.')}: it does not count for --keep")
-        is_due = self.evaluates(self._resumed_from)  # and so is the checkpoint, if that is the best
+        # What makes that checkpoint the best may be computed again: the commit of its step does not hold it.
+        is_due = self.evaluates(self._resumed_from) and self._step_of_best() == self._resumed_from
         if not is_due and best_of(self._losses)[0] != self._resumed_from and (lost := self.lost_best()):
             self._say(lost)
 

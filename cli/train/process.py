@@ -29,7 +29,8 @@ from common.errors import as_message, on_one_line
 STOP_SECONDS = 25.0
 
 STATUS = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-AGENT = "TORCHELASTIC_RUN_ID"  # in the environment of ranks, started by torchrun or by our launcher
+_OF_RANKS = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"}
+"""Variables of ranks, started by torchrun or by our launcher; commands that these start may inherit some."""
 LAUNCH = "FINETUNE_LAUNCH"  # id of our launcher
 STOP = "FINETUNE_STOP"  # exists once the user has stopped the run, for ranks that start after that
 _ENDING = "ending"
@@ -115,6 +116,11 @@ class Outcome:
 
     status: int
     message: str = ""
+
+
+def is_rank() -> bool:
+    """Return whether this process was started as one of several ranks."""
+    return os.environ.keys() >= _OF_RANKS
 
 
 class RankProcess:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.train.process import is_rank
+
 PROGRAM = """
 import os, signal, sys, time
 import cli.train.process
@@ -68,3 +70,10 @@ def test_a_signal_after_all_is_saved_ends_nothing(number: signal.Signals) -> Non
 
     assert run("ends") == 0
     assert run("continues") == -number
+
+
+def test_a_command_that_inherits_some_variables_of_a_rank_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"):
+        assert not is_rank()
+        monkeypatch.setenv(name, "0")
+    assert is_rank()
