@@ -50,7 +50,7 @@ from common.models.adapters.options import WEIGHTS
 from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.store.directories import DirectoryLock
-from common.store.errors import described, opened
+from common.store.errors import described
 
 FILES = "files.json"  # Name of the list, next to the run's description
 HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
@@ -306,15 +306,17 @@ class Outputs:
     def held(self, settings: Settings) -> Iterator[None]:
         """Hold the directory open for the run of ``settings``, on each of its ranks: see :meth:`check_in_place`, whose
         error replaces those that follow from the same cause."""
-        with opened(self.directory, "opening", os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-            self._held = descriptor, settings
-            try:
-                yield
-            except (FinetuneError, OSError):
-                self.check_in_place()
-                raise
-            finally:
-                self._held = None
+        with described("opening", self.directory):
+            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._held = descriptor, settings
+        try:
+            yield
+        except (FinetuneError, OSError):
+            self.check_in_place()
+            raise
+        finally:
+            self._held = None
+            os.close(descriptor)
 
     def check_in_place(self) -> None:
         """Refuse to write where the directory of this run is not any more.

@@ -149,8 +149,8 @@ def _committed(output: Path) -> dict[str, Any]:
     record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
     if record is None:
         return {}
-    names = {place.store for place in record.places}
-    if names & ({place.store for place in store_places(inside)} | replaced_stores(inside)):
+    names = {directory.store for directory in record.places}
+    if names & ({directory.store for directory in store_places(inside)} | replaced_stores(inside)):
         return committed_user_state(inside)
     state = committed_user_state(Path(store.path) for store in record.places if store.is_there())
     return state if state.get(OUTPUT) == str(output.resolve()) else {}

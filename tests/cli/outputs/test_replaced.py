@@ -117,7 +117,7 @@ def test_what_was_set_aside_comes_back_also_where_the_output_was_moved(scene: Sc
 @pytest.mark.parametrize("name", ["run", "store", "checkpoints", "base", ".replaced", "commits"])
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_link_into_another_output_is_refused(scene: Scene, tmp_path: Path, name: str, resumes: bool) -> None:
-    """Its run would be changed; a link to another drive is nobody's."""
+    """Its run would be changed; one to another drive changes none."""
     scene.begin(scene.settings())
     (scene.output / name).mkdir(exist_ok=True)
     other, elsewhere = tmp_path / "other", tmp_path / "elsewhere"
