@@ -167,7 +167,8 @@ class ModelChoice:
         self._check_base(self.checkpoint, outputs)
         new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
         if outputs.is_whole(BASE):
-            _check_classes(load_config(str(base))[0].id2label, new.id2label)
+            before, _ = load_config(str(base))
+            _check_classes(before.id2label, new.id2label)
         is_there = outputs.is_whole(BASE) and (base / "config.json").read_text() == new.to_json_string(use_diff=True)
         if not is_there:  # of several ranks, the first one has written it before the others come here
             folder = outputs.prepare(BASE)
@@ -200,7 +201,7 @@ def unplaced_weights(model: AdaptedModel) -> str:
     return f"{count} of the checkpoint, for which the model has no place; the first is {unplaced[0]}"
 
 
-def _check_classes(before: dict[int, str], now: dict[int, str]) -> None:
+def _check_classes(before: Any, now: Any) -> None:
     """Refuse to give a run's own model, which its adapters are for, other classes than it began with."""
     if before != now:
         began, has = (", ".join(names.values()) for names in (before, now))

@@ -61,8 +61,9 @@ def _without_videos(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
     whole = inspect.signature(kind.__init__)
     names = [name for name in whole.parameters if name not in ("self", _VIDEO)]
 
-    def __init__(self: ProcessorMixin, *parts: Any, **options: Any) -> None:
+    def initialize(self: ProcessorMixin, *parts: Any, **options: Any) -> None:
         kind.__init__(self, **dict(zip(names, parts, strict=False)), **options)
 
-    __init__.__signature__ = whole.replace(parameters=[*(whole.parameters[name] for name in ("self", *names))])
-    return type(kind.__name__, (kind,), {"__init__": __init__})
+    method: Any = initialize
+    method.__signature__ = whole.replace(parameters=[whole.parameters[name] for name in ("self", *names)])
+    return type(kind.__name__, (kind,), {"__init__": method})
