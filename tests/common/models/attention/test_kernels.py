@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
+from transformers.integrations import sdpa_attention
 
 from common.models.attention.kernels import KERNELS, AttentionKernels
 
@@ -71,3 +72,21 @@ def test_a_device_that_is_elsewhere() -> None:
     assert here.taken("cuda", [query] * 3, mask, False) is EFFICIENT
     seen = {here.taken(name, [query] * 3, None, True) for name in KERNELS}
     assert seen == {FLASH, EFFICIENT, CUDNN}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_learnt_bias_is_added_by_the_same_kernel_with_gradients_and_without(learns: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 32, 16, dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.randn(1, 2, 32, 32, dtype=torch.bfloat16)
+    module = torch.nn.Module()
+    results = []
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            given = bias.clone().requires_grad_(learns)
+            attended, _ = sdpa_attention.sdpa_attention_forward(module, query, key, value, None, position_bias=given)
+            results.append(attended.detach())
+            if gradients and learns:
+                attended.float().sum().backward()
+                assert given.grad is not None and given.grad.abs().max() > 0
+    assert torch.equal(*results)
