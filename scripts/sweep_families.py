@@ -6,6 +6,9 @@ compares losses and weights:
     python scripts/sweep_families.py --write docs/families.md
     python scripts/sweep_families.py --names llama,gemma4_text --packed
     python scripts/sweep_families.py --part 2/3 --json findings.json
+    python scripts/sweep_families.py --shapes --write docs/families.md
+
+With --shapes it plans every family at its default shape, and published models at theirs, instead.
 
 Ends with status 1 if a family is wrong, crashes or hangs.
 """
@@ -18,9 +21,10 @@ import textwrap
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import torch
@@ -30,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 
 from families.children import run_forked
+from families.shapes import PUBLISHED, ROWS, TOKENS, UNKNOWN, ShapePlan, plan_shapes, published, shapes_section
 from families.trial import EXACT_LOSS, EXACT_WEIGHT, Finding, Mode, try_family
 
 # Before the first product, here and in the processes that are forked: MKL's sums would depend on where in memory a
@@ -39,11 +44,12 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 BAD = ("wrong", "crash", "hang")
 ORDER = (*BAD, "refused", "untrainable", "exact")
 BY_HAND = "\n## Rows in chunks\n"  # Begins what --write keeps of a page
+AT_SHAPES = "\n## At the shapes that models have\n"  # Begins what --shapes writes, to the page's end
 
 
-def names_of(names: str | None, part: str | None) -> list[str]:
+def names_of(names: str | None, part: str | None, more: Iterable[str] = ()) -> list[str]:
     """Choose families: those named, or every N-th from the K-th; ``today/3`` takes another third every day."""
-    every = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    every = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *more]
     if names:
         unknown = [name for name in names.split(",") if name not in every]
         if unknown:
@@ -110,6 +116,7 @@ def summary(findings: list[Finding]) -> str:
 @click.option("--lora", is_flag=True, help="Train adapters.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of a row that are computed at once.")
+@click.option("--shapes", is_flag=True, help="Plan families and published models at the shapes that they have.")
 @click.option("--unproven", is_flag=True, help="Without the engine's own proof: shows what that refuses.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Families at a time.")
 @click.option("--seconds", default=60.0, show_default=True, help="That a family may take.")
@@ -117,11 +124,13 @@ def summary(findings: list[Finding]) -> str:
 @click.option("--write", type=click.Path(path_type=Path), help="Write a page with all findings here.")
 def main(
     names: str | None, part: str | None, packed: bool, bf16: bool, lora: bool, micro_batches: int, chunk: int | None,
-    unproven: bool, jobs: int, seconds: float, json_path: Path | None, write: Path | None,
+    shapes: bool, unproven: bool, jobs: int, seconds: float, json_path: Path | None, write: Path | None,
 ) -> None:  # fmt: skip
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     began = time.monotonic()
+    if shapes:
+        _plan_all(names_of(names, part, published()), jobs, seconds, json_path, write)
     mode = Mode(packed, bf16, lora, micro_batches, chunk, unproven)
     findings = sweep(names_of(names, part), mode, jobs, seconds)
     if json_path is not None:
@@ -132,6 +141,40 @@ def main(
     click.echo(f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)")
     sys.stdout.flush()
     os._exit(any(finding.verdict in BAD for finding in findings))
+
+
+def _plan_all(names: list[str], jobs: int, seconds: float, json_path: Path | None, write: Path | None) -> NoReturn:
+    """Plan models at the shapes that they have, and end the process."""
+    began, plans = time.monotonic(), list[ShapePlan]()
+    for plan in plan_shapes(names, jobs, seconds):
+        plans.append(plan)
+        if plan.reason:
+            click.echo(f"{plan.name}, {plan.way}: {plan.reason}", err=True)
+    plans.sort(key=lambda plan: (names.index(plan.name), plan.way))
+    if json_path is not None:
+        json_path.write_text(json.dumps([plan.to_dict() for plan in plans], indent=1), encoding="utf-8")
+    if write is not None:
+        before = write.read_text(encoding="utf-8").partition(AT_SHAPES)[0] if write.exists() else ""
+        write.write_text(before + AT_SHAPES + _shapes_text(plans), encoding="utf-8")
+    refused = sum(1 for plan in plans if plan.reason)
+    taken = time.monotonic() - began
+    click.echo(f"{len(plans)} plans: {len(plans) - refused} planned, {refused} refused ({taken:.0f} s)")
+    sys.stdout.flush()
+    os._exit(any(plan.crashed for plan in plans))
+
+
+def _shapes_text(plans: list[ShapePlan]) -> str:
+    made = (
+        "Plans of `python scripts/sweep_families.py --shapes --write docs/families.md`: every family at transformers' "
+        f"default configuration, and published models at that of their config.json (numbers: {PUBLISHED.name}), LoRA "
+        f"of rank 16 and all weights, {ROWS} rows of {TOKENS:,} tokens in bf16, or in fp32 where the family keeps "
+        "parameters so, on a 4090 with 64 GiB of host memory and four 990 PRO of 4 TB. Each plan has 2 GiB of memory."
+    )
+    unknown = f"Not in transformers, whose code is needed: {', '.join(UNKNOWN)}."
+    lines = ["", *_wrapped(made), "", *_wrapped(unknown), ""]
+    for line in shapes_section(plans):
+        lines += [line] if line.startswith("|") else _wrapped(line, "  ") or [""]
+    return "\n".join(lines) + "\n"
 
 
 def page(findings: list[Finding], mode: Mode) -> str:
