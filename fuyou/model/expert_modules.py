@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fuyou.model.blocks.looped import INTERFACE
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
 
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")
-"""Attributes that ``use_experts_implementation`` gives a module in transformers 5.17 and later."""
 _SAME, _WIDER = 3, 4
 """Outputs of all experts that a whole block's backward pass holds at once, in the compute dtype, or in that of the
 routers' weights where that is wider. Measured on a CPU with small Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3: 1.4 to
@@ -20,7 +19,7 @@ routers' weights where that is wider. Measured on a CPU with small Mixtral, Qwen
 def expert_modules(stack: StreamedModel, layer: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a block, with their full names, whose experts can be cut in ranges."""
     for name, module in stack.blocks[layer].named_modules(prefix=f"{stack.block_prefix}.{layer}"):
-        if all(hasattr(module, attribute) for attribute in _INTERFACE):
+        if all(hasattr(module, attribute) for attribute in INTERFACE):
             yield name, module
 
 

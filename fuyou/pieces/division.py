@@ -46,7 +46,10 @@ def divide(
         members = [order[index] for index in group]
         experts = next((count for names, count in mixtures if set(names) == set(members)), None)
         if experts is not None:
-            pieces += _ranges(members, experts, limit, nbytes)
+            rows = {name: _rows(stack, name) for name in members}
+            each = sum(-(-nbytes(name) // rows[name]) for name in members)
+            pieces += _ranges(members, experts, limit, each)
+            pieces += [[PiecePart(name, (experts, count))] for name, count in rows.items() if count > experts]
             room = 0
             continue
         size = sum(nbytes(name) for name in members)
@@ -64,9 +67,9 @@ def _groups(
     """Return the parameters (their indices) that cannot be apart, group by group, by first use."""
     together = [list(names) for names, _ in mixtures]
     together += [[name] for name in order if not any(name in names for names, _ in mixtures)]
-    counts = {names[0]: count for names, count in mixtures}
+    counts = {names[0] for names, _ in mixtures}
     pieces = [
-        tuple(PiecePart(name, (0, counts[names[0]]) if names[0] in counts else None) for name in names)
+        tuple(PiecePart(name, (0, _rows(stack, name)) if names[0] in counts else None) for name in names)
         for names in together
     ]
     uses = [used for used, _ in record(stack, layer, pieces, backward=False)[0]]
@@ -88,6 +91,10 @@ def _groups(
     return ordered
 
 
+def _rows(stack: StreamedModel, name: str) -> int:
+    return int(stack.model.get_parameter(name).shape[0])
+
+
 def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[set[str]]:
     """Return the parameters of each module that is called once for each document of a packed row: as often as there are
     documents, its parameters are needed again from the first to the last."""
@@ -98,8 +105,7 @@ def _repeated(stack: StreamedModel, layer: int, names: Sequence[str]) -> list[se
     return [members for members in repeated if members]
 
 
-def _ranges(names: Sequence[str], experts: int, limit: int, nbytes: Callable[[str], int]) -> list[list[PiecePart]]:
-    each = -(-sum(nbytes(name) for name in names) // experts)
+def _ranges(names: Sequence[str], experts: int, limit: int, each: int) -> list[list[PiecePart]]:
     count = math.ceil(experts / max(1, min(experts, limit // each)))
     ends = [experts * (index + 1) // count for index in range(count)]
     return [

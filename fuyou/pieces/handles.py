@@ -8,7 +8,7 @@ stage, what was there is overwritten.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from common.errors import FinetuneError, UserError
 from common.models.structure import parameter_names
 from fuyou.layout.record_parts import Piece, PiecePart
+from fuyou.model.blocks.looped import looped_experts
 from fuyou.model.expert_modules import expert_modules
 from fuyou.model.operators import makes_views, written_arguments
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.pieces.expert_adapters import adapted_forward, parameter_wrappers
 from fuyou.pieces.grouped_experts import GroupedExperts
+from fuyou.pieces.looped_experts import LoopedExperts
 from fuyou.pieces.meta_block import output_is_saved
 from fuyou.pieces.run import PieceSource, Weights
 
@@ -68,7 +70,8 @@ class Handle(torch.Tensor):
         value = weights[part]
         if value.dtype != geometry.dtype:
             value = value.to(geometry.dtype)
-        first = value.storage_offset() + geometry.storage_offset()
+        begin = 0 if part.experts is None else part.experts[0] * _expert_elements(self.origin, value)
+        first = value.storage_offset() + geometry.storage_offset() - begin
         return value.as_strided(geometry.shape, geometry.stride(), first)
 
     def data_ptr(self) -> int:
@@ -101,7 +104,26 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.view.dtype:
         raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
     views = func(handle.geometry, *args[1:], **kwargs)
-    return tree_map_only(torch.Tensor, lambda view: Handle.make(view, handle.origin, handle.device), views)
+
+    def made(view: torch.Tensor) -> Handle:
+        origin = handle.origin
+        if func is _aten.select.int and args[1] % handle.dim() == 0 and origin is not None and len(origin.parts) > 1:
+            expert = args[2] % len(handle)
+            origin = replace(origin, parts=tuple(part for part in origin.parts if _holds(part, expert)))
+        return Handle.make(view, origin, handle.device)
+
+    return tree_map_only(torch.Tensor, made, views)
+
+
+def _holds(part: PiecePart, expert: int) -> bool:
+    return part.experts is not None and part.experts[0] <= expert < part.experts[1]
+
+
+def _expert_elements(origin: Origin, value: torch.Tensor) -> int:
+    """Return the elements of each expert, of the value of a range of them."""
+    (part,) = origin.parts
+    assert part.experts is not None
+    return value.numel() // (part.experts[1] - part.experts[0])
 
 
 def _pass_on(func: Any, handle: Handle) -> Handle:
@@ -164,6 +186,18 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
             )
         if members:
             mixtures.append((tuple(name for name in names if name in members), experts))
+    for prefix, module in looped_experts(stack.blocks[layer], f"{stack.block_prefix}.{layer}"):
+        fused = {f"{prefix}.{name}": value for name, value in module._parameters.items() if value is not None}
+        fused = {name: value for name, value in fused.items() if name in names and value.dim() == 3}
+        if any(value.requires_grad for value in fused.values()):
+            raise UserError(
+                f"The experts of {prefix} are computed one by one by code of the family, which makes one gradient of "
+                "all of them: they cannot be trained in pieces. Train adapters of other layers (--lora-rank), or give "
+                "more --device-memory, so that a whole block fits."
+            )
+        if fused:
+            # Of unequal ones, the rows that only some have belong to no expert (LongCat's identities).
+            mixtures.append((tuple(fused), min(len(value) for value in fused.values())))
     return mixtures
 
 
@@ -237,6 +271,12 @@ class PieceHandles:
                 _check_experts(prefix, module)
                 skips = not output_is_saved(self._stack, layer, prefix)
                 computations.append(GroupedExperts(module, self.source, cut, self._trained, around, skips).bound)
+        block = self._stack.blocks[layer]
+        for prefix, module in looped_experts(block, f"{self._stack.block_prefix}.{layer}"):
+            names = [f"{prefix}.{name}" for name in module._parameters]
+            cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+            if cut and module not in wrappers:
+                computations.append(LoopedExperts(module, self.source, cut).bound)
         return computations + [partial(adapted_forward, module, around) for module, around in wrappers.items()]
 
     @contextmanager

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models.adapters.options import ALL_LINEAR
+from common.models.adapters.default_targets import settle_targets
+from common.models.adapters.options import ALL_LINEAR, DENSE_LINEAR
 from common.models.adapters.targets import unmatched_entries
 from common.models.meta_model import build_meta_model, widen_kept
 from common.models.miniature import TOKENS, VOCABULARY
@@ -179,7 +180,7 @@ def _fitting_names(patterns: Sequence[str], plain: nn.Module) -> list[str]:
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)] or names
 
 
-def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConfig | None:
+def _fitting_adapters(adapters: PeftConfig | None, plain: PreTrainedModel) -> PeftConfig | None:
     """Return the adapters for modules that exist in fewer layers; on all linear layers if none do."""
     adapters = copy.deepcopy(adapters)
     if adapters is None:
@@ -190,6 +191,8 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: nn.Module) -> PeftConf
     if rows := getattr(adapters, "trainable_token_indices", None):
         few = {name: _few_rows(given) for name, given in rows.items()} if isinstance(rows, dict) else _few_rows(rows)
         adapters.trainable_token_indices = few  # type: ignore[attr-defined]
+    if getattr(adapters, "target_modules", None) == DENSE_LINEAR:
+        settle_targets(plain, adapters)
     targets = getattr(adapters, "target_modules", None)
     named = [name for name, _ in plain.named_modules()]
     if isinstance(targets, str) and targets != ALL_LINEAR:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from peft import LoraConfig, PeftConfig
+from peft.tuners import tuners_utils
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def settle_targets(model: PreTrainedModel, config: PeftConfig) -> None:
         config.target_modules = names
         exclude_modules(config, left_out)
     elif targets == ALL_LINEAR:
-        exclude_modules(config, grouped)
+        exclude_modules(config, [*grouped, *(path for path, _ in model.named_modules() if _is_refused(path, model))])
     elif isinstance(targets, list | set) and (named := [path for path in grouped if _ends_with_any(path, targets)]):
         raise UserError(
             f"{named[0]} multiplies each group of its inputs by weights that are the group's alone, which peft has no "
@@ -73,15 +74,16 @@ def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         is_dense = path not in grouped and module is not head and not _is_routed(path, holders)
+        is_dense = is_dense and not _is_refused(path, model)
         (dense if is_dense else others).append(path)
-    names = {_last(path) for path in dense}
+    names = {_end(path) for path in dense}
     names = {name for name in names if not _stands_for_experts(name, model)}
     if not names:
         raise UserError(
             f"This {type(model).__name__} has no dense linear layers that peft can adapt without its experts: name "
             f"layers with --lora-targets. They are called {', '.join(possible_targets(model))}."
         )
-    return sorted(names), [path for path in others if _last(path) in names]
+    return sorted(names), [path for path in others if _end(path) in names]
 
 
 def _grouped_layers(model: nn.Module) -> list[str]:
@@ -122,8 +124,25 @@ def _stands_for_experts(name: str, model: PreTrainedModel) -> bool:
     return bool(config.target_parameters)
 
 
+def _is_refused(path: str, model: PreTrainedModel) -> bool:
+    """Return whether ``peft`` refuses to adapt a layer, as those that kernels of Mamba read past their modules."""
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    try:
+        if check is not None:
+            check(LoraConfig(), model, _last(path))
+    except ValueError:
+        return True
+    return False
+
+
 def _ends_with_any(path: str, names: Iterable[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _end(path: str) -> str:
+    """Return the last name of a path, with the one before it if that is a number, which blocks have, too (CTRL)."""
+    before, _, last = path.rpartition(".")
+    return f"{_last(before)}.{last}" if last.isdigit() and before else last
 
 
 def _last(path: str) -> str:

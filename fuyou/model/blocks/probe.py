@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from fuyou.model.blocks.calls import BlockCalls
 from fuyou.model.blocks.hidden_edits import Key, shared_dictionary
+from fuyou.model.blocks.looped import leave_out_loops
 from fuyou.model.blocks.weightless import empty_parameters, on_meta, replaced_parameters, restored
 
 TENSOR = object()  # Stands for a tensor among the leaves of what a block returns
@@ -51,6 +52,7 @@ class BlockProbe:
         args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs), is_leaf=lambda leaf: leaf is shared)
         try:
             with _entries_on_meta(shared), on_meta(block), torch.no_grad(), GroupedShapes():
+                leave_out_loops(block)
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
         except Exception:  # a family's code may fail in any way without values, or with its own tensors
             result = _on_device(block, hidden, *tree_map_only(torch.Tensor, to_device, calls.arguments[index]))

@@ -17,6 +17,7 @@ from common.models.meta_model import build_meta_model
 from common.models.miniature import miniature
 from tests.helpers.models.families import FAMILIES, family_config
 from tests.helpers.models.mixtures import MIXTURES, mixture_config
+from tests.helpers.models.small_models import small_config
 
 DENSE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -94,6 +95,17 @@ def test_a_classifiers_head_has_them() -> None:
     model = AutoModelForSequenceClassification.from_config(config)
     adapters = Adapters(model, AdapterOptions(4).peft_config(), 0)
     assert "score" in places(adapters)
+
+
+@pytest.mark.parametrize("targets", [(), ("all-linear",)])
+def test_layers_that_peft_refuses_are_left_out(targets: tuple[str, ...]) -> None:
+    have = places(adapted(small_config("falcon_mamba"), *targets))
+    assert have and not any(path.endswith(("out_proj", "conv1d")) for path in have)
+
+
+def test_layers_in_a_sequence_are_not_called_by_their_number_alone() -> None:
+    have = places(adapted(small_config("ctrl")))
+    assert {"transformer.h.0.ffn.0", "transformer.h.0.ffn.2", "transformer.h.0.multi_head_attention.Wq"} <= have
 
 
 def test_grouped_layers_are_left_out_and_refused_by_name() -> None:
