@@ -32,6 +32,35 @@ def test_a_few_families(tmp_path: Path) -> None:
     assert all(heading in page.read_text() for heading in ("## Exact", "\ngpt2", "## Untrainable", "* **musicgen**: "))
 
 
+@pytest.mark.slow
+def test_plans_at_the_shapes_that_models_have(tmp_path: Path) -> None:
+    found, page = tmp_path / "found.json", tmp_path / "families.md"
+    page.write_text("# Families\n", encoding="utf-8")
+    words = [sys.executable, SCRIPTS / "sweep_families.py", "--shapes", "--names", "gpt2,cpmant,Qwen/Qwen3-0.6B"]
+    ended = forked.run([*words, "--seconds", "200", "--json", found, "--write", page], timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    plans = {(one["name"], one["way"]): one for one in json.loads(found.read_text())}
+    assert {name for (name, _), one in plans.items() if not one["reason"]} == {"gpt2", "Qwen/Qwen3-0.6B"}
+    assert plans["gpt2", "full"]["parameters"] == 124_439_808
+    assert page.read_text().startswith("# Families\n")
+    for line in (
+        "| Qwen/Qwen3-0.6B | 596 M | planned | planned |",
+        "LoRA: 1 planned, 1 refused.",
+        "* **cpmant**, full: ",
+    ):
+        assert line in page.read_text()
+
+
+@pytest.mark.usefixtures("_importable")
+def test_published_models_are_shapes_that_transformers_reads() -> None:
+    from families.shapes import published, shape_config
+
+    models = published()
+    assert len(models) == 37
+    for name in ("google/gemma-4-26B-A4B", "zai-org/GLM-5.2"):
+        assert shape_config(name).model_type == models[name]["model_type"]
+
+
 @pytest.mark.usefixtures("_importable")
 def test_parts_are_all() -> None:
     import sweep_families
