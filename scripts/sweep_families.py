@@ -164,14 +164,14 @@ def _plan_all(names: list[str], jobs: int, seconds: float, json_path: Path | Non
 
 
 def _shapes_text(plans: list[ShapePlan]) -> str:
-    made = (
+    how = (
         "Plans of `python scripts/sweep_families.py --shapes --write docs/families.md`: every family at transformers' "
         f"default configuration, and published models at that of their config.json (numbers: {PUBLISHED.name}), LoRA "
         f"of rank 16 and all weights, {ROWS} rows of {TOKENS:,} tokens in bf16, or in fp32 where the family keeps "
         "parameters so, on a 4090 with 64 GiB of host memory and four 990 PRO of 4 TB. Each plan has 2 GiB of memory."
     )
     unknown = f"Not in transformers, whose code is needed: {', '.join(UNKNOWN)}."
-    lines = ["", *_wrapped(made), "", *_wrapped(unknown), ""]
+    lines = ["", *_wrapped(how), "", *_wrapped(unknown), ""]
     for line in shapes_section(plans):
         lines += [line] if line.startswith("|") else _wrapped(line, "  ") or [""]
     return "\n".join(lines) + "\n"

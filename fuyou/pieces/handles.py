@@ -105,14 +105,14 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
     views = func(handle.geometry, *args[1:], **kwargs)
 
-    def made(view: torch.Tensor) -> Handle:
+    def handle_of(view: torch.Tensor) -> Handle:
         origin = handle.origin
         if func is _aten.select.int and args[1] % handle.dim() == 0 and origin is not None and len(origin.parts) > 1:
             expert = args[2] % len(handle)
             origin = replace(origin, parts=tuple(part for part in origin.parts if _holds(part, expert)))
         return Handle.make(view, origin, handle.device)
 
-    return tree_map_only(torch.Tensor, made, views)
+    return tree_map_only(torch.Tensor, handle_of, views)
 
 
 def _holds(part: PiecePart, expert: int) -> bool:
