@@ -86,7 +86,11 @@ def plan_shapes(names: Sequence[str], jobs: int, seconds: float) -> Iterator[Sha
     for task, result, failure in run_forked(tasks, _work, jobs=jobs, seconds=seconds):
         late = f"took more than {seconds:.0f} s"
         why = late if failure == "hang" else failure
-        yield ShapePlan(**result) if result is not None else ShapePlan(*task, reason=why, crashed=True)
+        if result is None:
+            name, way = task
+            yield ShapePlan(name, way, reason=why, crashed=True)
+        else:
+            yield ShapePlan(**result)
 
 
 def _work(task: tuple[str, str]) -> dict[str, Any]:

@@ -50,17 +50,19 @@ def shares_heads(mask: torch.Tensor | None, key: torch.Tensor, *value: torch.Ten
 sdpa_attention.use_gqa_in_sdpa = shares_heads  # type: ignore[assignment]
 
 
-_bias_mask = sdpa_attention.create_position_bias_mask
+_bias_mask = getattr(sdpa_attention, "create_position_bias_mask", None)  # None in earlier versions
 
 
 def bias_mask(bias: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return the mask of a learnt bias, as one that wants a gradient in every pass; replaces transformers' function:
     some kernels have no gradient of masks, and are left for those without (Inkling)."""
-    mask = _bias_mask(bias, *others)
+    assert _bias_mask is not None
+    mask: torch.Tensor = _bias_mask(bias, *others)
     return mask if mask.requires_grad else mask.detach().requires_grad_()
 
 
-sdpa_attention.create_position_bias_mask = bias_mask
+if _bias_mask is not None:
+    sdpa_attention.create_position_bias_mask = bias_mask  # type: ignore[assignment]
 
 
 class AttentionKernels:
