@@ -111,7 +111,7 @@ class HostBuffer:
         return FinetuneError(f"The system has no {format_bytes(self.nbytes)} of memory left ({reason}).")
 
     def _advise(self, advice: int, start: int, nbytes: int) -> int:
-        """Return the error number of ``madvise``; 0 if it did what was asked. Python's own would stop all threads."""
+        """Return the error number of ``madvise``, or 0. The method of ``mmap`` would stop all threads."""
         address = ctypes.c_void_p(self.array.ctypes.data + start)
         failed = _LIBC.madvise(address, ctypes.c_size_t(nbytes), advice)
         return ctypes.get_errno() if failed else 0
