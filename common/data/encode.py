@@ -184,6 +184,9 @@ class AnswerEnds:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the number of tokens that both begin with."""
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:
+        return shorter
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

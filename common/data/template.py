@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils, tokenization_utils_base
 
+from common.data.beginnings import Beginnings
 from common.data.messages import Message, parsed
 from common.data.selection import Tally
 from common.data.shapes import Chat
@@ -131,6 +132,9 @@ class ChatTemplate:
     def __init__(self, source: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         self._source: Any = source
         self._tokenizer: Any = getattr(source, "tokenizer", source)
+        self._beginnings = Beginnings(self._tokenizer)
+        self._rendered: tuple[list[Message], dict[str, Any]] | None = None  # What was rendered last as text
+        self._rendered_text = ""
         self._forms: dict[bytes, Form] = {}
         self._keys: dict[str, bool] = {}
         self._special = self._by_name(special_tokens(self._tokenizer))
@@ -163,11 +167,18 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> list[int]:
         """Return the token ids of messages; with ``ask``, also the prompt for an answer."""
-        with limited_rendering():
-            out = self._source.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
-            )
-        return list(out["input_ids"] if self._source is self._tokenizer else out["input_ids"][0])
+        if self._source is not self._tokenizer:
+            with limited_rendering():
+                out = self._source.apply_chat_template(
+                    messages, tokenize=True, add_generation_prompt=ask, return_dict=True, **options
+                )
+            return list(out["input_ids"][0])
+        if ask or (messages, options) != self._rendered:
+            with limited_rendering():
+                text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
+        else:
+            text = self._rendered_text
+        return self._beginnings.encode(text)
 
     def render_marked(
         self, messages: list[Message], options: dict[str, Any], marks: bool = True
@@ -292,6 +303,7 @@ class ChatTemplate:
             with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
                 text = str(self._source.apply_chat_template(messages, tokenize=False, **options))
             _check_length(len(text), (messages, options))
+            self._rendered, self._rendered_text = (messages, options), text
             return text
         except Exception:  # templates raise any exception
             return None
