@@ -11,7 +11,7 @@ class Beginnings:
     """Tokenizes texts, each as a whole; what it has in common with the text before is not tokenized again.
 
     A tokenizer cuts texts at special tokens before it does anything else, so what is before a special token has the
-    same tokens whatever follows. A tokenizer for which this is not true is found out by the first texts, and then all
+    same tokens before any text. A tokenizer for which this is not true is found out by the first texts, and then all
     are tokenized as a whole.
     """
 
