@@ -178,11 +178,11 @@ class OpenRun:
             job = job_of_run(type(model.model).__name__, config, model, rows, seq_len, stored).among(share)
             plan = RunPlan(job, self.device, self.limits, self._ssd)
         self.plan, self.model = plan, plan.job.model
+        if config.memory.reference:
+            check_reference(self.model)
         self._source = self.model.weights
         self.shape = plan.fitted.shape
         self.model.shape = self.shape.shared(Share())
-        if config.memory.reference:
-            check_reference(self.model)
         if self.shape.orders and config.prove:
             prove_once(config, self.model_config, self.agreement, pieces=True)
         if share.rank:
