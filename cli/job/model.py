@@ -166,10 +166,11 @@ class ModelChoice:
         pad = next((int(token) for token in known if token is not None), 0)
         self._check_base(self.checkpoint, outputs)
         new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
-        if outputs.is_whole(BASE):
+        is_there = outputs.is_whole(BASE)
+        if is_there:
             before, _ = load_config(str(base))
             _check_classes(before.id2label, new.id2label)
-        is_there = outputs.is_whole(BASE) and (base / "config.json").read_text() == new.to_json_string(use_diff=True)
+            is_there = (base / "config.json").read_text() == new.to_json_string(use_diff=True)
         if not is_there:  # of several ranks, the first one has written it before the others come here
             folder = outputs.prepare(BASE)
             write_with_new_head(self.checkpoint, new, folder, self.seed)

@@ -132,13 +132,12 @@ class OpenRun:
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that is resumed: leave it out.")
         given = self._given = model if isinstance(model, RunPlan) else None
+        named = model.job.model.checkpoint if isinstance(model, RunPlan) else model
+        read = [each for each in (named, config.weights.adapters) if isinstance(each, str | os.PathLike)]
+        self._watched = WatchedFiles(*read)
         if isinstance(model, RunPlan):
             self.model_config, self.checkpoint = model.job.config, model.job.model.checkpoint
-            read = [self.checkpoint, config.weights.adapters]
         else:
-            read = [model, config.weights.adapters]
-        self._watched = WatchedFiles(*(each for each in read if isinstance(each, str | os.PathLike)))
-        if not isinstance(model, RunPlan):
             self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
             self._determinism.enter_context(deterministic_algorithms())
@@ -174,7 +173,7 @@ class OpenRun:
         if plan is None:
             model = open_model(config, self.model_config, self.checkpoint, device)
             rows, seq_len = self._planned_batch()
-            stored = {name: self._stored(name) for name in ("piece_bytes",)} if config.store.resume else {}
+            stored = {"piece_bytes": self._stored("piece_bytes")} if config.store.resume else {}
             job = job_of_run(type(model.model).__name__, config, model, rows, seq_len, stored).among(share)
             plan = RunPlan(job, self.device, self.limits, self._ssd)
         self.plan, self.model = plan, plan.job.model

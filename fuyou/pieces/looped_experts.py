@@ -1,7 +1,7 @@
 """Experts that a family's own code computes one by one, each from its rows of parameters (LongCat-Flash).
 
-That code runs as it is: a row of a parameter in pieces is in one range of experts, which is waited for. Where there are
-no values it cannot run, as it asks which experts are chosen; then all ranges are needed in order.
+That code runs unchanged: a row of a parameter in pieces is in one range of experts, which is waited for. Where there
+are no values it cannot run, as it asks which experts are chosen; then all ranges are needed in order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
