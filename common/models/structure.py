@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -86,8 +87,14 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 def fp32_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters that their family keeps in fp32 in any model: mostly router weights and biases."""
-    return [name for name, _ in model.named_parameters() if keeps_fp32(model, name)]
+    """Return the names of parameters that their family keeps in fp32 in any model: mostly router weights and biases.
+
+    A family names them in ``_keep_in_fp32_modules_strict``, or builds them in fp32 in a model of another dtype.
+    """
+    built_fp32 = torch.float32 if model.dtype != torch.float32 else None
+    return [
+        name for name, parameter in model.named_parameters() if parameter.dtype == built_fp32 or keeps_fp32(model, name)
+    ]
 
 
 def keeps_fp32(model: PreTrainedModel, name: str) -> bool:

@@ -212,8 +212,14 @@ class _Proof:
             opened.shape = in_pieces(opened.stack, opened.shape, 1)
         try:
             twin.build(opened.shape)
+            exchanged = twin.exchanged_module()
         except Exception as error:
             raise self._unprovable(error) from error
+        if exchanged is not None:
+            raise _RefusedError(
+                f"{self._name} cannot be trained out of core: a forward pass exchanges {exchanged} by the length of "
+                "rows, and blocks that are computed separately keep theirs. Nothing was written."
+            )
         models, theirs = (twin.model, opened.stack.model), dict(twin.model.named_buffers())
         for name, buffer in opened.stack.model.named_buffers():
             if name in theirs and theirs[name].shape == buffer.shape:

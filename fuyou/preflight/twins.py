@@ -102,7 +102,18 @@ class MemoryTwin:
         }
         for name, value in model.named_parameters(remove_duplicate=False):
             value.requires_grad_(name in trained)
-        self.model = model
+        self.model = model.train()
+        if self._dtype != torch.float32 and (head := built.get_output_embeddings()) is not None:
+            # Of logits in fp32, as the engine and most families compute it: some round it to the model's dtype.
+            head.register_forward_hook(lambda _module, _inputs, logits: logits.float())
+
+    def exchanged_module(self) -> str | None:
+        """Return the name of a module that a forward pass replaces, as Big Bird's does by the length of rows."""
+        kinds = {name: type(module) for name, module in self.model.named_modules()}
+        with seeded(0), torch.no_grad():
+            self.model(input_ids=self.batch(0)["input_ids"], use_cache=False)
+        changed = (name for name, module in self.model.named_modules() if type(module) is not kinds.get(name))
+        return next(changed, None)
 
     def batch(self, number: int) -> dict[str, torch.Tensor]:
         """Return the batch of a step: ``ROWS`` rows of ``TOKENS`` tokens."""

@@ -221,6 +221,8 @@ class _Trial:
     def _load(self, checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
         assert isinstance(model, PreTrainedModel)
+        if dtype != torch.float32:  # some families compute the loss of logits in bf16, the engine never
+            model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.float())
         return model
 
     def _in_memory(self, checkpoint: Path, batches: list[dict[str, torch.Tensor]]) -> "_Expected":

@@ -19,8 +19,13 @@ from tests.helpers.engines import batches, directories
 from tests.helpers.engines import engine as plain_engine
 from tests.helpers.models.families import saved
 
-FAMILIES = ("deepseek_v4", "hy_v4")  # norms, sinks, and hyper-connections; the head as well
-TARGETS = {"deepseek_v4": ["self_attn.q_b_proj", "self_attn.kv_proj"], "hy_v4": ["q_b_proj", "o_proj"]}
+# Norms, sinks, and hyper-connections; the head as well; decays that are built in fp32 and named nowhere.
+FAMILIES = ("deepseek_v4", "hy_v4", "olmo_hybrid")
+TARGETS = {
+    "deepseek_v4": ["self_attn.q_b_proj", "self_attn.kv_proj"],
+    "hy_v4": ["q_b_proj", "o_proj"],
+    "olmo_hybrid": ["q_proj", "o_proj"],
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,7 +11,9 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    BartConfig,
     BertConfig,
+    BigBirdConfig,
     DeepseekV3Config,
     Gemma4TextConfig,
     GPT2Config,
@@ -123,10 +125,24 @@ def test_what_is_wider_between_blocks_than_inside_is_rejected() -> None:
     fuyou.prove(MambaConfig(residual_in_fp32=False), dtype=torch.bfloat16)
 
 
+def test_a_loss_that_the_family_rounds_is_computed_in_fp32() -> None:
+    """BART computes its loss of logits in bf16."""
+    fuyou.prove(BartConfig(), dtype=torch.bfloat16)
+
+
+def test_modules_that_a_forward_pass_exchanges_are_rejected() -> None:
+    config = BigBirdConfig(is_decoder=True, architectures=["BigBirdForCausalLM"])
+    for adapters in (None, AdapterOptions(rank=4).peft_config()):
+        with pytest.raises(UserError, match=r"a forward pass exchanges bert\.encoder\.layer\.0\.attention\.self"):
+            fuyou.prove(config, adapters=adapters)
+    config.attention_type = "original_full"
+    fuyou.prove(config)
+
+
 def test_what_rounding_alone_changes_is_distinguished() -> None:
-    """In memory, OLMo hybrid keeps some weights in fp32 where the rest is bf16."""
+    """Without gradients, attention takes another kernel for Doge's masks."""
     with pytest.raises(UserError, match=r"in bfloat16: .* In fp32 they are equal: train it with dtype fp32"):
-        fuyou.prove(CONFIG_MAPPING["olmo_hybrid"](), dtype=torch.bfloat16)
+        fuyou.prove(CONFIG_MAPPING["doge"](), dtype=torch.bfloat16)
 
 
 def test_adapters_parts_and_packed_rows_are_proven() -> None:
