@@ -6,6 +6,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import io
 import os
 import resource
@@ -21,6 +22,7 @@ from click.core import ParameterSource
 
 from cli.options.command import Finetune, parse_command_line
 from cli.options.option import naming, split_weight
+from cli.options.recipes import recipe_file, recipe_list
 from cli.options.run_record import REPLACED, RUN, RunRecord
 from cli.options.settings import RANDOM, Settings, output_directory, settings_of
 from cli.report.progress import Heartbeat
@@ -127,6 +129,10 @@ def _memory_advice(error: Exception) -> str:
 
 def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str, ...], command: str) -> int:
     context = click.get_current_context()
+    if command == "recipe":
+        name = context.params["recipe"]
+        print(recipe_list() if name is None else recipe_file(name).read_text(), end="" if name else "\n")
+        return 0
     if command == "export" and context.params["adapter"] is None:
         folder = output_directory(context.params["output"], context.params["model"] or "")
         if context.params["overwrite"]:
@@ -342,6 +348,13 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
         raise UserError(
             "There is nothing to train on: give --data FILE, or --data random to measure throughput on random tokens."
         )
+    for tracker in settings.log_to if settings.command == "train" else ():
+        if importlib.util.find_spec(tracker) is None:
+            raise UserError(
+                f"--log-to {tracker}: the package {tracker} is not installed. Install it with "
+                f"`{shlex.quote(sys.executable)} -m pip install {tracker}`, or leave {tracker} out: metrics.jsonl is "
+                "always written."
+            )
     if settings.model:
         try:
             with naming("--model"):

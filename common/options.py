@@ -33,11 +33,13 @@ class Command(Flag):
     EVALUATE = auto()
     CHAT = auto()
     DEMO = auto()
+    RECIPE = auto()
 
     RUN = TRAIN | PLAN  # A plan takes all options of its run, so that a line that trains can be planned
     STEP = RUN | PROFILE
     MODEL = STEP | CHECK
-    ALL = MODEL | VERIFY | EXPORT | EVALUATE | CHAT | DEMO
+    CONFIGURED = MODEL | VERIFY | EXPORT | EVALUATE | CHAT | DEMO  # Commands that read a file of options
+    ALL = CONFIGURED | RECIPE
     SOURCE = MODEL | EXPORT | EVALUATE  # Commands that read a model
     SHAPE = STEP | EVALUATE
 

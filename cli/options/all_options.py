@@ -32,6 +32,9 @@ from common.options import (
 )
 from fuyou.option_groups import EngineOptions
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
+"""Trackers that accelerate has, by the names of their packages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
@@ -49,6 +52,8 @@ class OutputSettings:
     """With --resume: take no step, and write the checkpoint of the last committed step, as finetune export does."""
     log_every: int = option(1, "N", POSITIVE)
     """Print a line every N steps where the output is not a terminal."""
+    log_to: tuple[str, ...] = option((), "NAME...", TRACKERS, may_differ=True)
+    """Send the figures of every step to trackers, too: tensorboard (in <output>/run), wandb, mlflow, ..."""
     eval_every: int | None = option(None, "N", POSITIVE, needs="eval_data eval_split", heading="Data")
     """Steps between further evaluations."""
     patience: int | None = option(None, "N", POSITIVE, needs="eval_every", heading="Training")
@@ -247,8 +252,8 @@ class PlanningSettings:
 class OtherSettings:
     """Options in files, and errors."""
 
-    config: Path | None = option(None, "FILE", commands=Command.ALL, may_differ=True)
-    """Take options from this TOML file, too; the command line wins."""
+    config: Path | None = option(None, "FILE|RECIPE", presets="recipes", commands=Command.CONFIGURED, may_differ=True)
+    """Take options from this TOML file, too, or from a recipe (finetune recipe lists them); the command line wins."""
     debug: bool = option(False, commands=Command.ALL, of_call=True, may_differ=True)
     """Show where an error came from."""
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "Write the checkpoint of a run's last committed step, or merge --adapter into --model.",
     "evaluate": "Compute the loss of a model, or of --adapter on it, on data.",
     "chat": "Answer lines that you type with a model in memory, or with --adapter on it.",
+    "recipe": "List ready files of options for --config, or print one.",
     "demo": "Teach a small chat model who it is (downloads 92 MB, once; offline, random weights are trained).",
 }
 """Commands, and what they do."""
@@ -172,6 +173,8 @@ class Finetune(click.Group):
         ]
         if member is Command.VERIFY:
             params.append(click.Argument(["verify"], nargs=-1, required=True, metavar="DIR..."))
+        if member is Command.RECIPE:
+            params.append(click.Argument(["recipe"], required=False, metavar="[NAME]"))
         return GroupedCommand(
             name,
             params=params,

@@ -17,6 +17,7 @@ import click
 
 from cli.options.all_options import HEADINGS, AllOptions
 from cli.options.option import WRITTEN, GroupedOption, split_weight
+from cli.options.recipes import recipe_file
 from common.errors import UserError, did_you_mean
 from common.files import read_text_file
 from common.options import declaration_of, option_fields
@@ -42,7 +43,7 @@ OTHER_TOOLS = {
     "chat-template-path": "--chat-template", "val-size": "--eval-split", "val-set-size": "--eval-split",
     "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
     "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter", "push-to-hub": "hf upload OWNER/NAME DIR",
-    "report-to": "OUTPUT/run/metrics.jsonl", "log-to": "OUTPUT/run/metrics.jsonl", "report": "OUTPUT/run/metrics.jsonl",
+    "report-to": "--log-to", "report": "OUTPUT/run/metrics.jsonl",
     "sample": "finetune chat", "merge": "finetune export --model DIR --adapter OUTPUT",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, axolotl, and earlier versions."""
@@ -70,6 +71,8 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     if file is None or ctx.resilient_parsing:
         return file
     path = file.expanduser()
+    if not path.exists() and path.name == str(file) and path.suffix != ".toml":
+        path = recipe_file(str(file))
     try:
         content = tomllib.loads(read_text_file(path))
     except OSError as error:

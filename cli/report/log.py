@@ -30,6 +30,7 @@ from cli.options.run_record import (
 from cli.report.page import EVALUATION, RunPage
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepResult
+from cli.report.trackers import Trackers
 from common.files import make_directory, replace_file, sync
 from common.hardware.machine import describe_machine
 from common.store.errors import StoreError, described
@@ -209,6 +210,7 @@ class MetricsLogger:
     ) -> None:
         self._outputs, path = job.outputs, job.output / RUN
         self._files = open_run_directory(job, done, plan)
+        self._trackers = Trackers(job)
         self._losses = History(job.output / HISTORY_FILE, done)
         self._metrics = History(path / METRICS, done)
         self._tokens = job.rows * job.seq_len
@@ -217,7 +219,7 @@ class MetricsLogger:
         self._page = RunPage(job, plan, self._files[CONFIG], path / METRICS)
         self._page.update(at_once=True)
         self._progress = Progress(job.steps, job.settings.log_every)
-        self.say = self._losses.say = self._metrics.say = self._progress.say
+        self.say = self._losses.say = self._metrics.say = self._trackers.say = self._progress.say
         for name, history in ((f"{RUN}/{METRICS}", self._metrics), (HISTORY_FILE, self._losses)):
             known = history.steps | ({done} if last is not None else set())
             if missing := spans(step for step in range(1, done + 1) if step not in known):
@@ -241,14 +243,18 @@ class MetricsLogger:
         if self._losses.last_step < step:
             self._losses.append(step, {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr})
         if self._metrics.last_step < step:
-            self._metrics.append(step, {**result.learned(step, lr, self._tokens), **took})
+            metrics = {**result.learned(step, lr, self._tokens), **took}
+            self._metrics.append(step, metrics)
+            self._trackers.log(step, metrics)
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Log and show an evaluation. Raises as :meth:`step`."""
         self._keep_files()
         watched = result.watched or {"perplexity": result.perplexity}
         named = {"loss": result.loss, **watched, "throughput(tps)": result.tokens_per_second}
-        self._metrics.append(step, {f"validation_metrics/{name}": value for name, value in named.items()}, summed=True)
+        metrics = {f"validation_metrics/{name}": value for name, value in named.items()}
+        self._metrics.append(step, metrics, summed=True)
+        self._trackers.log(step, metrics)
         self._page.update(at_once=True)
         self.say(f"eval at step {step:,}: {result}")
 
@@ -276,6 +282,7 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.close()
+        self._trackers.close()
         with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():  # a full drive, say
             self._page.update(at_once=True)
         self._metrics.close()

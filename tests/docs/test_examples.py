@@ -28,7 +28,10 @@ def test_the_slurm_script_parses_and_asks_for_another_turn_only_when_it_is_not_d
     script = EXAMPLES / "finetune.slurm"
     subprocess.run(["bash", "-n", script], check=True)
     for name, text in (
-        ("finetune", 'echo "finetune $*" >>calls; if [[ -e done ]]; then mkdir -p out; touch out/config.json; fi'),
+        (
+            "finetune",
+            'echo "finetune $*" >>calls; mkdir -p out/run; [[ ! -e done ]] || echo ended_after >out/run/run.json',
+        ),
         ("scontrol", 'echo "scontrol $*" >>calls'),
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")

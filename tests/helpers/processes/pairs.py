@@ -26,7 +26,7 @@ UNMEASURED = ("--strategy", "fcdp")
 
 
 OTHER_RUNS = {"--help", "--version", "--config", "--resume", "--data"}
-OTHER_COMMANDS = {"plan", "check", "profile", "verify", "export", "evaluate", "chat", "demo"}
+OTHER_COMMANDS = {"recipe", "plan", "check", "profile", "verify", "export", "evaluate", "chat", "demo"}
 
 
 def with_data(words: list[str]) -> list[str]:
