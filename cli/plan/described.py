@@ -16,7 +16,7 @@ from fuyou.planner import Plan, TrainingJob
 from fuyou.planner.plan import Point, what_relaxes
 from fuyou.schedule.tasks import Resource
 
-WIDTH = 100
+WIDTH = 80
 _BAR = 24
 _LABEL = 10
 

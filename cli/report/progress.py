@@ -8,7 +8,9 @@ import threading
 import time
 from collections import deque
 from statistics import median
-from typing import TextIO
+from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from common.activity import Activity, current_activity, watched_by
 from common.errors import printable
@@ -37,46 +39,44 @@ _RECENT = 20  # Steps whose median duration tells the time that is left
 
 
 class Progress:
-    """Shows steps on standard error if that is a terminal, else ``every`` N and the last on standard output."""
+    """Shows steps: a bar on standard error if that is a terminal, else ``every`` N and the last on standard output."""
 
     def __init__(self, total: int, every: int = 1) -> None:
         self._total, self._every = total, every
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._redraws = draws_on(sys.stderr)
+        self._bar = tqdm(
+            total=total,
+            file=sys.stderr,
+            disable=not draws_on(sys.stderr),
+            bar_format="{bar:10} {desc}{postfix}",  # with a bar in it, tqdm cuts the line to the terminal
+            dynamic_ncols=True,
+            delay=1e-9,  # nothing before the first step
+        )
 
     def show(self, step: int, seconds: float, text: str) -> None:
         """Show a step, which took ``seconds``, and what there is to say about it."""
         self._recent.append(seconds)
         left = (self._total - step) * median(self._recent)  # evaluations and checkpoints delay a few steps
         wait = f", {format_seconds(left)} left" if step < self._total else ""  # first: lines may be cut
-        line = f"step {step}/{self._total}{wait}: {printable(text)}"
-        if self._redraws:
-            _draw(line[: shutil.get_terminal_size().columns - 1])
+        progress = f"step {step}/{self._total}{wait}"
+        if not self._bar.disable:
+            self._bar.n = step
+            self._bar.set_description_str(progress, refresh=False)
+            self._bar.set_postfix_str(printable(text))
         elif step % self._every == 0 or step == self._total:
-            print(line, flush=True)
+            print(f"{progress}: {printable(text)}", flush=True)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        text = printable(text)
-        if self._redraws:
-            _draw(f"{text}\n")
+        if self._bar.disable:
+            print(printable(text), flush=True)
         else:
-            print(text, flush=True)
+            self._bar.write(printable(text), file=sys.stderr)
 
     def close(self) -> None:
         """Leave the line of the last step."""
-        if self._redraws and self._recent:
-            _write("\n")
-
-
-def _draw(text: str) -> None:
-    _write(f"\r\x1b[K{text}")
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self._bar.close()
 
 
 def _described(doing: Activity, now: float) -> str:
@@ -91,6 +91,20 @@ AGAIN_AFTER_S = (8.0, 20.0, 30.0)  # Seconds between lines about it in a log; th
 _LOOK_EVERY_S = 0.25
 
 
+class _Output:
+    """A stream before whose output the line of the heartbeat is erased."""
+
+    def __init__(self, stream: Any, heartbeat: "Heartbeat") -> None:
+        self._stream, self._heartbeat = stream, heartbeat
+
+    def write(self, text: str) -> int:
+        self._heartbeat.ended()
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Heartbeat:
     """Shows activities: announced ones when they begin, others after two seconds.
 
@@ -98,21 +112,25 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
+        self._stream = sys.stderr
         self._is_terminal = draws_on(sys.stderr)
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over, self._lock = threading.Event(), threading.RLock()  # a signal's handler may print
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watches = contextlib.ExitStack()
         self._drawn = False
 
     def __enter__(self) -> "Heartbeat":
+        if self._is_terminal:
+            self._watches.enter_context(contextlib.redirect_stdout(_Output(sys.stdout, self)))
+            self._watches.enter_context(contextlib.redirect_stderr(_Output(sys.stderr, self)))
         self._watches.enter_context(watched_by(self))
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._watches.close()
         self._over.set()
         self._thread.join()
+        self._watches.close()
 
     def began(self, activity: Activity) -> None:
         """Show an announced activity now: it may hold Python's lock, so that the thread cannot."""
@@ -121,10 +139,12 @@ class Heartbeat:
                 self._show(f"{activity.what} ...")
 
     def ended(self) -> None:
+        """Erase the line."""
+        if not self._drawn:
+            return
         with self._lock:
-            if self._drawn:
-                _draw("")
-                self._drawn = False
+            self._write("\r\x1b[K")
+            self._drawn = False
 
     def _run(self) -> None:
         seen, next_word, shown = None, 0.0, 0
@@ -142,5 +162,12 @@ class Heartbeat:
 
     def _show(self, text: str) -> None:
         text = printable(text)
-        _draw(text) if self._is_terminal else _write(f"{text}\n")
+        if self._is_terminal:
+            text = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"
+        self._write(text if self._is_terminal else f"{text}\n")
         self._drawn = self._is_terminal
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self._stream.write(text)
+            self._stream.flush()
