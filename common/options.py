@@ -105,7 +105,13 @@ def declaration_of(item: dataclasses.Field[Any]) -> Declaration:
     return declaration
 
 
-class TokenCount(click.IntRange):
+class WholeNumber(click.IntRange):
+    """A whole number in a range; click's messages call it an integer range."""
+
+    name = "whole number"
+
+
+class TokenCount(WholeNumber):
     """A number of tokens, also as 64K (65,536) or 1M (1,048,576)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -116,6 +122,8 @@ class TokenCount(click.IntRange):
 
 class FiniteFloat(click.FloatRange):
     """A number in a range; neither NaN, which is in no range and passes every comparison, nor infinity."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not math.isfinite(click.FLOAT.convert(value, param, ctx)):
@@ -148,8 +156,8 @@ def _parse_budget(text: str) -> int:
 
 SIZE = ParsedValue("size", parse_bytes)
 BUDGET = ParsedValue("size", _parse_budget)  # A size in which something must fit
-POSITIVE = click.IntRange(min=1)
-COUNT = click.IntRange(min=0)
+POSITIVE = WholeNumber(min=1)
+COUNT = WholeNumber(min=0)
 NOT_NEGATIVE = FiniteFloat(min=0)
 ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 BELOW_ONE = FiniteFloat(min=0, max=1, max_open=True)

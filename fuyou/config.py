@@ -114,6 +114,11 @@ class EngineConfig(RunConfig):
     def _check_types(self) -> None:
         """Refuse values of types that would go unnoticed until the run is half open."""
         adapters, shape, name = self.weights.adapters, self.memory.batch_shape, self.store.run_name
+        for group in (self, *(getattr(self, name) for name in GROUPS)):
+            for item in fields(group):
+                value = getattr(group, item.name)
+                if item.type in (int, float, bool) and isinstance(value, str):
+                    raise UserError(f"{item.name} is a number, not text: {item.name}={value}, without quotation marks.")
         if isinstance(self.weights.trainable, str):
             raise UserError(f"trainable takes a list of names: trainable=[{self.weights.trainable!r}].")
         if adapters is not None and not isinstance(adapters, PeftConfig | AdapterOptions | str | os.PathLike):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.options.objectives import HELP, OBJECTIVES
-from cli.options.option import check_column, parse_part, parse_resume
+from cli.options.option import check_column, check_name, parse_part, parse_resume
 from cli.options.schedule import SCHEDULES, Warmup
 from common.docstrings import attribute_docstrings
 from common.options import (
@@ -201,6 +201,7 @@ class AdapterSettings:
     lora_targets: tuple[str, ...] = option(
         ("dense-linear",),
         "NAME...",
+        ParsedValue("name", check_name),
         commands=Command.MODEL,
         fixed=True,
         needs="lora_rank",

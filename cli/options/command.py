@@ -13,8 +13,9 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from cli.options.all_options import AllOptions, declared_options
-from cli.options.config_file import instead_of, load_config_file
+from cli.options.config_file import OTHER_TOOLS, instead_of, load_config_file
 from cli.options.option import WRITTEN, GroupedOption
+from common.errors import did_you_mean
 from common.options import Command, Declaration, declaration_of, option_fields, spelled
 
 COMMANDS = {
@@ -216,6 +217,10 @@ def with_command(words: Sequence[str]) -> list[str]:
         return list(words)
     if "--version" in words:
         return ["--version"]
+    if words and not words[0].startswith("-"):
+        known = "--resume" if words[0] == "resume" else OTHER_TOOLS.get(words[0])
+        hint = f" Here it is {known}." if known else did_you_mean(words[0], COMMANDS)
+        raise click.UsageError(f"There is no command {words[0]!r}.{hint}")
     for flag, name in _ALIASES.items():
         if flag in words:
             return [name, *(word for word in words if word != flag)]

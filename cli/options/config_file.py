@@ -44,6 +44,8 @@ OTHER_TOOLS = {
     "quantization-bit": "--frozen-dtype nf4", "stage": "--objective", "rl": "--objective",
     "adapter-name-or-path": "--adapter", "lora-model-dir": "--adapter", "push-to-hub": "hf upload OWNER/NAME DIR",
     "report-to": "--log-to", "report": "OUTPUT/run/metrics.jsonl",
+    "packing": "the default", "sample-packing": "the default", "gradient-checkpointing": "the default",
+    "deepspeed": "--ssd DIR... to offload, or --nodes N to shard", "fsdp": "--nodes N",
     "sample": "finetune chat", "merge": "finetune export --model DIR --adapter OUTPUT",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, axolotl, and earlier versions."""

@@ -134,6 +134,13 @@ def check_column(text: str) -> str:
     return text
 
 
+def check_name(text: str) -> str:
+    """Return the name of a module unchanged."""
+    if "," in text:
+        raise UserError(f"separate names with spaces: {text.replace(',', ' ')}")
+    return text
+
+
 def split_weight(word: str) -> tuple[str, float | None]:
     """Return the name and the weight of ``a.jsonl=0.7``; None: it has none, as a file of that very name."""
     name, equals, weight = word.rpartition("=")

@@ -184,8 +184,8 @@ class Summary:
         if usage.io is not None:
             read, written = (format_bytes(nbytes / steps) for nbytes in self._moved)
             past = "; parameters to the device past host memory (kvikio)" if past_host else ""
-            in_all = (usage.io[1] + usage.created_bytes) / 1e12
-            lines["ssd"] = f"{read} read and {written} written per step; {in_all:.3g} TB written in all{past}"
+            in_all = format_bytes(usage.io[1] + usage.created_bytes)
+            lines["ssd"] = f"{read} read and {written} written per step; {in_all} written in all{past}"
         if last.sent_bytes is not None:
             lines["network"] = f"{format_bytes(self._sent / steps)} sent by each node per step"
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())

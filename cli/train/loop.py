@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.files import replace_file
 from common.models.checkpoint.gguf import keep_for_adapter
 from common.models.generation import write_stops
-from common.units import format_count
+from common.units import counted, format_count
 from fuyou.model.loss.cross_entropy import targets_of
 
 
@@ -365,8 +365,8 @@ class AfterStep:
             return False
         loss = self._losses.get(best, math.nan)
         self.last_words = (
-            f"ended early: no evaluation was better than that of step {best:,} (loss {loss:.4f}) "
-            f"{since} times in a row (--patience {self._job.settings.patience})"
+            f"ended early: none was better than that of step {best:,} (loss {loss:.4f}) "
+            f"in {counted(since, 'evaluation')} (--patience {self._job.settings.patience})"
         )
         return True
 

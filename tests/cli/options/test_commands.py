@@ -53,6 +53,14 @@ def test_commands_have_their_own_options() -> None:
     (("verify", ".", "--lr", "1"), "finetune verify has no --lr"),
     (("--model", "llama-10m", "--drive", "p5510"), "finetune train has no --drive, which is for finetune plan."),
     (("train", "--plan"), "--plan is a command: finetune plan."),
+    (("trian", "--model", "m"), "There is no command 'trian'. Did you mean 'train'?"),
+    (("merge",), "There is no command 'merge'. Here it is finetune export --model DIR --adapter OUTPUT."),
+    (("resume",), "There is no command 'resume'. Here it is --resume."),
+    (("--model", "llama-10m", "--packing"), "No such option: --packing. Here it is the default."),
+    (("--model", "llama-10m", "--deepspeed", "x"), "Here it is --ssd DIR... to offload, or --nodes N to shard."),
+    (("--model", "m", "--lora-rank", "4", "--lora-targets", "q_proj,v_proj"), "with spaces: q_proj v_proj"),
+    (("--model", "m", "--batch-size", "ten"), "'ten' is not a valid whole number."),
+    (("--model", "m", "--data", "random", "--lr", "x"), "'x' is not a valid"),
 ])  # fmt: skip
 def test_what_would_do_nothing_is_rejected(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--modle", "x"], "--model"),
     (["--learning_rate", "1e-4"], "No such option: --learning_rate. Here it is --lr."),
     (["--load-in-4bit"], "--frozen-dtype nf4"),
-    (["x"], "unexpected extra argument"),
+    (["x"], "There is no command 'x'."),
     (["--steps", "0"], "'--steps'"),
     (["--host-memory", "lots"], "'lots' is not a size"),
     (["--host-memory", "0GiB"], "more than 0 bytes"),

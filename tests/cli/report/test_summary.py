@@ -27,7 +27,7 @@ def test_a_summary_adds_up_steps() -> None:
     for words in (
         "3.0000 in the first step, 2.0000 in the last of 2", "40 tokens/s, 0.24 TFLOP/s", "5.0 s, 2.5 s per step",
         "bound by the SSDs (80% of the time)", "4 GiB of host memory (3 GiB more than before the model), 1 GiB of",
-        "1 KiB read and 2 KiB written per step; 2 TB written in all; parameters to the device past host memory",
+        "1 KiB read and 2 KiB written per step; 1.82 TiB written in all; parameters to the device past host memory",
         "by speculation: 1 of 2 steps clipped, 1 of them updated again",
     ):  # fmt: skip
         assert words in text, text
