@@ -25,6 +25,7 @@ from common.data.selection import RecordSelection
 from common.data.shapes import ItemKind, class_kind, labels_of_records, pair_kind
 from common.errors import UserError
 from common.files import cache_directory
+from common.models.checkpoint.companions import follow_file
 from common.models.task_type import TaskType
 from fuyou.model.family import Family
 
@@ -195,6 +196,7 @@ class _Opener:
                 f"--objective {source.objective} reads text, and the data hold images: leave it out, or the images."
             )
         processor = load_processor(model.companions.processor)
+        follow_file(processor.tokenizer, model.companions.processor)
         model.companions.set_template(processor)
         processor.chat_template = source.template.of(processor)
         return open_image_data(config, processor, source.output / RUN / TOKENS)

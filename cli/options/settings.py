@@ -300,6 +300,10 @@ def expand_pattern(option: str, name: str) -> list[str]:
     paths = sorted(glob.glob(path, recursive=True))
     if not paths:
         raise UserError(f"{option} {name}: nothing matches this pattern.")
+    from common.data.files import complete
+
+    with naming(option):
+        complete([Path(path) for path in paths])
     return paths
 
 

@@ -348,6 +348,8 @@ class Encoder:
             seen, form = self._template.checked(chat, self.fitting.unseen if self._drop_unseen else None)
             if seen is None:
                 return chat, []
+            for name in form.unread:
+                self.fitting.add_unread(name)
             parts = self._parts(seen, form)
             self._written.count(text_of(seen), [part.ids for part in parts], chat.where)
             if self._every_token:

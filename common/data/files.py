@@ -81,7 +81,7 @@ def _files_in(directory: Path, split: str) -> list[Path]:
             name = inner.parts[0]
         splits.setdefault(name, []).append(path)
     if len(splits) == 1 and not split:
-        return _complete(next(iter(splits.values())))
+        return complete(next(iter(splits.values())))
     chosen = split or TRAIN
     if chosen not in splits or ("" in splits and not split):
         rest = f", and files of no split, such as {splits.pop('')[0]}" if "" in splits else ""
@@ -89,10 +89,10 @@ def _files_in(directory: Path, split: str) -> list[Path]:
             f"{directory} holds the splits {', '.join(splits) or 'none'}{rest}: name one, as in "
             f"{directory}:{next(iter(splits), TRAIN)}, or files, as in '{directory}/*.jsonl'."
         )
-    return _complete(splits[chosen])
+    return complete(splits[chosen])
 
 
-def _complete(files: list[Path]) -> list[Path]:
+def complete(files: list[Path]) -> list[Path]:
     """Return the files, after a look for those that their names count and that are not there."""
     named = {(file.parent, match[1], int(match[3])) for file in files if (match := _SHARD.match(file.name))}
     for directory, prefix, count in sorted(named):
@@ -186,4 +186,4 @@ def _files_of_split(name: str, directory: str) -> list[Path]:
             f"The data set {name!r} has no split {split!r}, but {', '.join(splits) or 'none'}: give "
             f"{repository}:SPLIT.{did_you_mean(split, splits)}"
         )
-    return _complete([Path(file) for file in splits[split]])
+    return complete([Path(file) for file in splits[split]])

@@ -122,7 +122,15 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
             json.dumps(value, default=str, allow_nan=False)  # Python reads NaN, and 1e400 as Infinity
         except (ValueError, RecursionError) as error:
             raise UserError(f"{which} has arguments that are not JSON ({error}): {str(arguments)[:80]}") from error
-    return calls
+    return [_with_arguments(call) for call in calls]
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with an object as arguments where it has none, which servers write as null, "null", or ""."""
+    arguments = call["function"].get("arguments")
+    is_text = isinstance(arguments, str) and arguments.strip() not in ("", "null")
+    has_any = is_text or (arguments is not None and not isinstance(arguments, str))
+    return call if has_any else {**call, "function": {**call["function"], "arguments": {}}}
 
 
 def other_keys(message: Message) -> Iterator[tuple[str, str]]:

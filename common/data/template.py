@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -36,7 +36,8 @@ _WRITTEN_FREELY = 1 << 20  # Characters that a template may write for any conver
 _WRITTEN_PER_CHARACTER = 32  # Characters that it may write for each in the conversation, with its tools and documents
 
 AnswerKind = tuple[bool, str]  # Whether an answer calls tools, and the role that follows it
-_OTHER = "qz0zq"  # Text that no conversation has
+_ANSWERS_CALLS = ("tool", "function", "ipython")  # Roles whose name is that of a tool
+_OTHER, _ASKED = "qz0zq", "qz00zq"  # Texts that no conversation has
 
 
 def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
@@ -77,8 +78,22 @@ def _with_marked_parameters(schema: Any, names: set[str]) -> Any:
     return marked
 
 
+def _descriptions(schema: Any) -> Iterator[str]:
+    """Yield all descriptions in tools, those of parameters among them."""
+    for key, part in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if key == "description" and isinstance(part, str):
+            yield part
+        elif isinstance(part, dict | list):
+            yield from _descriptions(part)
+
+
 def _mark(name: Any) -> str:
     return f"qz{name}zq"
+
+
+def _alike(left: str, right: str) -> int:
+    """Return how many characters both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 _REFUSED = (-2, "")  # All texts of a conversation that the template refuses
@@ -94,6 +109,7 @@ class Form:
     marks_answers: bool  # Whether the template marks tokens of the assistant, and only of the assistant
     # Special token at which generation has to stop after an answer, where the template writes one
     stops: dict[AnswerKind, int] = field(default_factory=dict)
+    unread: Sequence[str] = ()  # What it leaves out without harm to other texts, in words
 
 
 @contextlib.contextmanager
@@ -176,6 +192,7 @@ class ChatTemplate:
         if ask or (messages, options) != self._rendered:
             with limited_rendering():
                 text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
+            text = text if ask else text.removesuffix(self._unasked)
         else:
             text = self._rendered_text
         return self._beginnings.encode(text)
@@ -250,7 +267,8 @@ class ChatTemplate:
             return replace(best, missing=[])
         chat = replace(chat, messages=_changed(chat.messages, best.changes))
         missing, marks = [*best.missing, *self._unread(chat)], self._marks_answers(chat)
-        return replace(best, missing=missing, marks_answers=marks, stops=self._stops(chat))
+        unread = list(self._left_out(chat))
+        return replace(best, missing=missing, marks_answers=marks, stops=self._stops(chat), unread=unread)
 
     def _adapted(self, chat: Chat, changes: list[Change]) -> Form:
         """Return the form with ``changes``, and with all others with which more texts appear."""
@@ -299,14 +317,39 @@ class ChatTemplate:
         return written.rpartition(texts[-1][1])[2].partition(_OTHER)[0]
 
     def _text(self, messages: list[Message], options: dict[str, Any]) -> str | None:
+        text = self._whole_text(messages, options)
+        if text is not None:
+            text = text.removesuffix(self._unasked)
+            self._rendered, self._rendered_text = (messages, options), text
+        return text
+
+    def _whole_text(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> str | None:
         try:
             with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
-                text = str(self._source.apply_chat_template(messages, tokenize=False, **options))
+                text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
             _check_length(len(text), (messages, options))
-            self._rendered, self._rendered_text = (messages, options), text
-            return text
+            return str(text)
         except Exception:  # templates raise any exception
             return None
+
+    @cached_property
+    def _unasked(self) -> str:
+        """The prompt for an answer, if the template ends all conversations with it, asked or not; else empty."""
+        user, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _OTHER}
+        asked = self._whole_text([user], {}, ask=True)
+        plain, answered, continued = (
+            self._whole_text(chat, {}) for chat in ([user], [user, answer], [user, answer, user])
+        )
+        if plain is None or plain != asked or answered is None or continued is None or continued.startswith(answered):
+            return ""
+        end, following = (text.rpartition(_OTHER)[2] for text in (answered, continued))
+        shared, alike = _alike(end, following), _alike(plain[::-1], end[::-1])
+        marks = [mark.span() for mark in re.finditer("|".join(map(re.escape, self._special)) or "(?!)", end)]
+        # It begins where the next turn would: behind the answer's mark, at a later mark, or at a line.
+        begins = [0, *(stop for _, stop in marks[:1]), *(start for start, _ in marks[1:])]
+        begins += [line.end() for line in re.finditer("\n", end)]
+        prompt = end[max(len(end) - alike, *(begin for begin in begins if begin <= shared)) :]
+        return prompt if plain.endswith(prompt) else ""
 
     def _missing(self, chat: Chat, is_kind: bool = False) -> tuple[list[tuple[int, str]], bool]:
         """Return the messages and fields whose text does not appear, and whether one rendering has all others.
@@ -326,6 +369,15 @@ class ChatTemplate:
             if alone is None or not _appears(text, alone):
                 missing.append((number, name))
         return missing, not late
+
+    def _left_out(self, chat: Chat) -> Iterator[str]:
+        """Yield what the template leaves out of turns and tools that it shows: names, and parameters' descriptions."""
+        written = self._text(chat.messages, chat.options) or ""
+        names = [turn["name"] for turn in chat.messages if turn["role"] not in _ANSWERS_CALLS and turn.get("name")]
+        if any(name not in written for name in names):
+            yield "'name' of turns"
+        if not all(_appears(text, written) for text in _descriptions(chat.options.get("tools", []))):
+            yield "'description' of tools' parameters"
 
     def _unread(self, chat: Chat) -> Iterator[tuple[int, str]]:
         written = self._text(chat.messages, chat.options)
@@ -388,7 +440,7 @@ def _marked(messages: list[Message]) -> list[Message]:
         return names.setdefault(text, f"qz{number}zq") if field == "tool_calls" else f"qz{number}zq"
 
     marked = [map_texts(message, mark) for message in messages]
-    return [turn | ({"name": names[turn["name"]]} if turn.get("name") in names else {}) for turn in marked]
+    return [{**turn, "name": mark("tool_calls", str(turn["name"]))} if turn.get("name") else turn for turn in marked]
 
 
 def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.files import copy_into, read_text_file
 from common.models.checkpoint.export import (
@@ -24,7 +25,10 @@ from common.models.checkpoint.export import (
     write_template,
 )
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Text that tokenizers split in different ways: at digits, cases, marks, and spaces.
+_SAMPLE = "x\nIn 2024, 1234567 users said: It's HERE, isn't IT?\n\n\tCafe\u0301 für 東京!!  x=y_z;\n"
+_FIRST_TOKENS = 3  # Tokens of the sample that are not compared
 _PROCESSORS = ("*processor_config.json",)
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer*.model", "vocab.*", "spiece.model", "sentencepiece*.model", "*.tiktoken",
@@ -82,6 +86,7 @@ class Companions:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             self.tokenizer, local_files_only=True, trust_remote_code=False, **more
         )
+        follow_file(tokenizer, self.tokenizer)
         self.set_template(tokenizer)
         return tokenizer
 
@@ -119,6 +124,25 @@ class Companions:
         first = next(file for file in files if file.is_file() and _template_in(file.parent) is not None)
         others = first.parent / OTHER_TEMPLATES
         return [first, *([others] if others.is_dir() else [])]
+
+
+def follow_file(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Let a BPE tokenizer split texts as ``tokenizer.json`` in its directory says.
+
+    Classes of transformers 5 take the vocabulary alone from that file, and split by the rules of their family.
+    """
+    file = directory / _TOKENIZER
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or type(tokenizer) is PreTrainedTokenizerFast:
+        return  # The latter is what the file says
+    if not file.is_file() or not isinstance((written := Tokenizer.from_file(str(file))).model, models.BPE):
+        return
+    now = tokenizer.backend_tokenizer
+    ids, expected = (each.encode(_SAMPLE, add_special_tokens=False).ids for each in (now, written))
+    # A space before the text is also decided by tokenizer_config.json.
+    count = min(len(ids), len(expected)) - _FIRST_TOKENS
+    if ids[-count:] != expected[-count:]:
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(now, part, getattr(written, part))
 
 
 def _template_in(folder: Path) -> str | dict[str, str] | None:

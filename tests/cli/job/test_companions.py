@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from cli.inspect import chat
 from cli.job.model import ChatTemplate
@@ -43,6 +44,28 @@ def talk(tmp_path: Path) -> Path:
 def companions(checkpoint: Path, adapter: Path) -> tuple[Companions, Any]:
     both = Companions(checkpoint, adapter)
     return both, both.load_tokenizer(load_config(checkpoint)[0])
+
+
+def test_a_tokenizer_splits_texts_as_its_file_says(tmp_path: Path) -> None:
+    written = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|."), "isolated")
+    written.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    written.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<e>"], show_progress=False
+    )
+    written.train_from_iterator(["In 2024 and 1234567, in 2024 and 1234567"] * 9, trainer)
+    written.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    text = "In 1234567: cafe\u0301"
+    for kind in ("PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"):
+        config = {"tokenizer_class": kind, "eos_token": "<e>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Companions(tmp_path).load_tokenizer(Qwen2Config())
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == written.encode(text).ids and tokenizer.decode(ids) == text
+        assert tokenizer.eos_token_id == written.token_to_id("<e>")
 
 
 def test_every_command_takes_the_template_of_an_adapter(

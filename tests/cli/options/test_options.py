@@ -67,6 +67,10 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand_pattern("--ssd", f"{tmp_path}/absent") == [f"{tmp_path}/absent"]
     with pytest.raises(UserError, match="nothing matches"):
         expand_pattern("--ssd", f"{tmp_path}/sda*")
+    for number in (0, 2):
+        (tmp_path / f"a-0000{number}-of-00003.jsonl").touch()
+    with pytest.raises(UserError, match=r"--data: .*a-00001-of-00003 is missing, 1 file of 3 in all"):
+        expand_pattern("--data", f"{tmp_path}/*.jsonl")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand_pattern("--ssd", "~/nvme?") == [f"{tmp_path}/nvme0", f"{tmp_path}/nvme1"]
 

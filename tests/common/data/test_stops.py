@@ -58,6 +58,17 @@ OTHERS = {
     "seed-oss": (_turns("<seed:bos>user\nTEXT<seed:eos>", "TEXT<seed:eos>", "<seed:bos>assistant\n"), "<seed:eos>"),
     # The next turn begins with the token that ends an answer.
     "glm-4": (_turns("<|user|>\nTEXT", "TEXT", "<|assistant|>\n", "[gMASK]<sop>"), "<|user|>"),
+    # The prompt for an answer ends all conversations, asked for or not (Llama 3 of April 2024).
+    "llama-3 unasked": (
+        f"{_EACH}<|start_header_id|>{{{{ m['role'] }}}}<|end_header_id|>\n\n{{{{ m['content'] }}}}<|eot_id|>"
+        "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
+        "<|eot_id|>",
+    ),
+    "chatml unasked": (
+        f"{_EACH}<|im_start|>{{{{ m['role'] }}}}\n{{{{ m['content'] }}}}<|im_end|>\n"
+        "{% endfor %}{{ '<|im_start|>assistant\n' }}",
+        "<|im_end|>",
+    ),
     # What the template marks as the assistant's leaves the end out.
     "marks without the end": (
         _turns(
@@ -120,6 +131,21 @@ def test_answers_end_with_a_token_that_carries_loss_and_stops_generation(
     write_stops(tmp_path, GenerationConfig(eos_token_id=TOKENIZER.eos_token_id), fitter.stops)
     written = GenerationConfig.from_pretrained(tmp_path)
     assert {TOKENIZER.eos_token_id, *fitter.stops} == set(stops_of(written))
+
+
+@pytest.mark.parametrize("template", [
+    OTHERS["llama-3 unasked"][0], OTHERS["chatml unasked"][0],
+    f"{_EACH}### {{{{ m['role'] }}}}:\n{{{{ m['content'] }}}}</s>\n\n{{% endfor %}}{{{{ '### assistant:\n' }}}}",
+])  # fmt: skip
+def test_a_prompt_that_nobody_asked_for_carries_no_loss(template: str) -> None:
+    prompt, runs = template.rpartition("{{ '")[2].partition("' }}")[0], ids_of(template, {"messages": PLAIN})
+    asked = template.replace(
+        f"{{{{ '{prompt}' }}}}", f"{{% if add_generation_prompt %}}{prompt}{{{{ '' }}}}{{% endif %}}"
+    )
+    assert asked != template and runs == ids_of(asked, {"messages": PLAIN})
+    # What all turns end with is none.
+    plain = f"{_EACH}{{{{ m['content'] }}}}</s>{{% endfor %}}"
+    assert TOKENIZER.decode(ids_of(plain, {"messages": PLAIN})[0]).endswith("Rome.</s>")
 
 
 @pytest.mark.parametrize("end", [None, 2, [2, 7]])

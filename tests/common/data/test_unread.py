@@ -22,7 +22,7 @@ QUESTION = {"prompt": "Capital of France?", "completion": "Paris"}
 
 def described(file: str, folder: Path, template: str | None = PLAIN_TEMPLATE, **columns: str) -> list[str]:
     """Return the lines of the header about a data file."""
-    config = DataConfig((file,), 64, 1, selection=RecordSelection(columns))
+    config = DataConfig((file,), 512, 1, selection=RecordSelection(columns))
     return open_data(config, make_tokenizer(template), folder / "cache").description.split("\n")
 
 
@@ -210,3 +210,25 @@ def test_questions_and_answers_as_texts_say_how_to_make_them_turns(tmp_path: Pat
     [told], nothing, [turns] = said
     assert told.startswith("prompts: 1 record") and "(--columns instruction=question output=answer: turns" in told
     assert not nothing and turns.startswith("instructions: 2 records")
+
+
+def test_what_a_template_leaves_out_of_turns_and_tools_is_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    inner = {"type": "object", "properties": {"lat": {"type": "number", "description": "In degrees"}}}
+    parameters = {"type": "object", "properties": {"at": {**inner, "description": "A place"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "Looks", "parameters": parameters}}
+    record = {"messages": [{**TURNS[0], "name": "Ann"}, {"role": "assistant", "content": "Yo"}], "tools": [tool]}
+    shown = (
+        "{% for t in tools %}{{ t.function.name }}{{ t.function.description }}{{ t.function.parameters.properties }}"
+        "{% endfor %}"
+    )
+    shallow = shown.replace(
+        "{{ t.function.parameters.properties }}",
+        "{% for name, p in t.function.parameters.properties.items() %}{{ name }}{{ p.description }}"
+        "{{ p.properties.keys() | list }}{% endfor %}",
+    )
+    named = PLAIN_TEMPLATE.replace("{{ m['role'] }}", "{{ m['role'] }}{{ m['name'] }}")
+    file = jsonl(record)
+    both = "not read: 'name' of turns (1), 'description' of tools' parameters (1)"
+    assert both in described(file, tmp_path, shallow + PLAIN_TEMPLATE)
+    assert both.replace("'name' of turns (1), ", "") in described(file, tmp_path, shallow + named)
+    assert not any("not read" in line for line in described(file, tmp_path, shown + named))
