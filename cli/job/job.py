@@ -202,6 +202,13 @@ class Job:
         saved = self.engine.saved_adapter
         if saved is not None and not self.settings.resume and (warning := saved.warning(self.checkpoint)):
             yield warning
+        if self.tokenizer is not None and (unknown := self.model.unknown_tokens(self.batches.stops)):
+            yield (
+                f"answers end with {' and '.join(map(repr, self.tokenizer.convert_ids_to_tokens(unknown)))}, whose "
+                "embedding is 0 in this model and stays so: it hardly learns to stop. Train the token in the "
+                "embeddings and in the head (--peft-config with trainable_token_indices), or give --chat-template "
+                "zephyr, which ends answers with EOS"
+            )
 
     def _batch(self) -> str:
         what = self.traits.counts

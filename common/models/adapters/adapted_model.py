@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftConfig
+from torch import nn
 from transformers import PreTrainedConfig
 
 from common.errors import UserError, did_you_mean
@@ -17,6 +18,8 @@ from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.task_type import task_type_of
 from common.models.vision import DEFAULT_FREEZING, TowerFreezing
+
+_NEVER_TRAINED = 1e-16  # Largest value in the row of a token that a model was not trained on
 
 
 class AdaptedModel:
@@ -76,6 +79,22 @@ class AdaptedModel:
     def source(self) -> CheckpointSource | None:
         """Checkpoint that its weights come from, with its headers read and nothing checked; None: they are random."""
         return None if self.checkpoint is None else CheckpointSource(self.checkpoint, self.base)
+
+    def unknown_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Return those tokens whose rows in the embeddings or the head are 0, if adapters leave the head as it is."""
+        head, source = self.model.get_output_embeddings(), self.source
+        if self.adapters is None or source is None or not isinstance(head, nn.Linear) or head.weight.requires_grad:
+            return []
+        layers = [head, *(layer for layer in (self.model.get_input_embeddings(),) if isinstance(layer, nn.Embedding))]
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        read = [
+            name for layer in layers if source.reads_rows(name := self.adapters.base_names[names[id(layer.weight)]])
+        ]
+        return [
+            token
+            for token in tokens
+            if any(float(source.read_rows(name, token, token + 1).abs().max()) <= _NEVER_TRAINED for name in read)
+        ]
 
     @property
     def parameters(self) -> int:

@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, GenerationConfig
 
 from cli.inspect import chat
+from common.models.adapters.adapted_model import AdaptedModel
 from common.models.adapters.options import SavedAdapter
 from common.models.generation import FILE, stops_of
 from tests.cli.conftest import Finetune
@@ -45,6 +50,35 @@ def test_results_stop_where_answers_end(adapts: bool, finetune: Finetune, checkp
     common = [word for word in words if word not in ("--lora-rank",)][:-1]
     assert finetune(*common, "--adapter", out, "--data", texts, "--output", further).status == 0
     assert stops(further) == [2, 3]
+
+
+def test_a_token_that_the_model_does_not_know_and_adapters_do_not_train_is_named(
+    finetune: Finetune, own_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = own_checkpoint / "model.safetensors"
+    weights = load_file(file)
+
+    def unknown(**more: Any) -> list[int]:
+        adapters = LoraConfig(r=2, target_modules=["q_proj"], **more)
+        config = AutoConfig.from_pretrained(own_checkpoint)
+        return AdaptedModel(config, torch.float32, adapters, checkpoint=own_checkpoint).unknown_tokens([2, 3])
+
+    assert unknown() == []
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        changed = weights[name].clone()
+        changed[3] = 0
+        save_file({**weights, name: changed}, file, {"format": "pt"})
+        assert unknown() == [3]
+    assert unknown(trainable_token_indices={"embed_tokens": [3], "lm_head": [3]}) == []
+    assert unknown(modules_to_save=["lm_head"]) == []
+    data, template = tmp_path / "chats.jsonl", tmp_path / "own.jinja"
+    data.write_text(json.dumps({"messages": TURNS}) + "\n")
+    template.write_text(TEMPLATE)
+    done = finetune(
+        "--model", own_checkpoint, "--data", data, "--chat-template", template, "--steps", 1, "--batch-size", 1,
+        "--seq-len", 32, "--gpu", "cpu", "--lora-rank", 2, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "warning  answers end with '<|turn|>', whose embedding is 0 in this model" in done.out
 
 
 def test_nothing_is_written_where_the_model_stops_already(
