@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.files import make_directory
 from common.hardware.machine import torch_name
 from common.models.adapters.adapted_model import AdaptedModel
+from common.models.checkpoint.companions import doubt_about
 from common.models.checkpoint.watched import WatchedFiles
 from common.store.directories import usable_directories
 from common.units import format_bytes
@@ -82,6 +83,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
 
     # The model, opened.
     tokenizer = None if source.is_random else choice.load_tokenizer()
+    if tokenizer is not None:
+        warnings += filter(None, [doubt_about(tokenizer, choice.companions.tokenizer)])
     if tokenizer is not None and choice.lacks_head:
         choice = choice.with_head(source.class_names(), tokenizer, outputs)
     model = _opened(settings, engine, choice, device)

@@ -29,6 +29,7 @@ _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Text that tokenizers split in different ways: at digits, cases, marks, and spaces.
 _SAMPLE = "x\nIn 2024, 1234567 users said: It's HERE, isn't IT?\n\n\tCafe\u0301 für 東京!!  x=y_z;\n"
 _FIRST_TOKENS = 3  # Tokens of the sample that are not compared
+_CORRECTED = "fix_mistral_regex"  # What transformers calls its correction
 _PROCESSORS = ("*processor_config.json",)
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer*.model", "vocab.*", "spiece.model", "sentencepiece*.model", "*.tiktoken",
@@ -136,13 +137,31 @@ def follow_file(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
         return  # The latter is what the file says
     if not file.is_file() or not isinstance((written := Tokenizer.from_file(str(file))).model, models.BPE):
         return
-    now = tokenizer.backend_tokenizer
-    ids, expected = (each.encode(_SAMPLE, add_special_tokens=False).ids for each in (now, written))
-    # A space before the text is also decided by tokenizer_config.json.
-    count = min(len(ids), len(expected)) - _FIRST_TOKENS
-    if ids[-count:] != expected[-count:]:
+    if not _split_alike(tokenizer.backend_tokenizer, written):
         for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
-            setattr(now, part, getattr(written, part))
+            setattr(tokenizer.backend_tokenizer, part, getattr(written, part))
+
+
+def doubt_about(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str:
+    """Return a warning if transformers takes the rule by which texts are split for a wrong one; else empty."""
+    corrected = getattr(getattr(tokenizer, "backend_tokenizer", None), _CORRECTED, None)
+    if corrected is None or (not corrected and _CORRECTED in tokenizer.init_kwargs):
+        return ""
+    file = directory / _TOKENIZER
+    if corrected and (not file.is_file() or _split_alike(tokenizer.backend_tokenizer, Tokenizer.from_file(str(file)))):
+        return ""
+    return (
+        f"{file} may split texts in another way than Mistral's own tokenizer, as many of transformers 4 do. To correct "
+        f"it, AutoTokenizer.from_pretrained({str(directory)!r}, {_CORRECTED}=True).save_pretrained(...); to keep it, "
+        f'"{_CORRECTED}": false in {_TOKENIZER_CONFIG}'
+    )
+
+
+def _split_alike(left: Tokenizer, right: Tokenizer) -> bool:
+    ids, others = (each.encode(_SAMPLE, add_special_tokens=False).ids for each in (left, right))
+    # A space before the text is also decided by tokenizer_config.json.
+    count = min(len(ids), len(others)) - _FIRST_TOKENS
+    return ids[-count:] == others[-count:]
 
 
 def _template_in(folder: Path) -> str | dict[str, str] | None:

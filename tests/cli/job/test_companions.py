@@ -11,12 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from cli.inspect import chat
 from cli.job.model import ChatTemplate
 from common.data.demo_text import train_demo_tokenizer
-from common.models.checkpoint.companions import Companions
+from common.models.checkpoint.companions import Companions, doubt_about
 from common.models.checkpoint.export import write_template
 from common.models.presets import load_config
 from tests.cli.conftest import Finetune
@@ -66,6 +66,25 @@ def test_a_tokenizer_splits_texts_as_its_file_says(tmp_path: Path) -> None:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == written.encode(text).ids and tokenizer.decode(ids) == text
         assert tokenizer.eos_token_id == written.token_to_id("<e>")
+
+
+@pytest.mark.parametrize(("version", "flag", "doubtful"), [
+    ("4.50.0", None, True), ("4.50.0", True, True), ("4.50.0", False, False), ("5.0.0", None, False),
+])  # fmt: skip
+def test_a_rule_that_transformers_doubts_is_named(
+    version: str, flag: bool | None, doubtful: bool, tmp_path: Path
+) -> None:
+    words = [*pre_tokenizers.ByteLevel.alphabet(), "20", *(f"<{number}>" for number in range(100_000))]
+    written = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [("2", "0")]))
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|."), "isolated")
+    written.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": version}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if flag is None else {"fix_mistral_regex": flag})
+    written.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Companions(tmp_path).load_tokenizer(MistralConfig())
+    said = doubt_about(tokenizer, tmp_path)
+    assert ("fix_mistral_regex=True" in said) == doubtful
 
 
 def test_every_command_takes_the_template_of_an_adapter(
