@@ -334,7 +334,7 @@ class ChatTemplate:
 
     @cached_property
     def _unasked(self) -> str:
-        """The prompt for an answer, if the template ends all conversations with it, asked or not; else empty."""
+        """The prompt for an answer, if the template ends all conversations with it, unasked; else empty."""
         user, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _OTHER}
         asked = self._whole_text([user], {}, ask=True)
         plain, answered, continued = (

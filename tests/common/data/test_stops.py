@@ -58,7 +58,7 @@ OTHERS = {
     "seed-oss": (_turns("<seed:bos>user\nTEXT<seed:eos>", "TEXT<seed:eos>", "<seed:bos>assistant\n"), "<seed:eos>"),
     # The next turn begins with the token that ends an answer.
     "glm-4": (_turns("<|user|>\nTEXT", "TEXT", "<|assistant|>\n", "[gMASK]<sop>"), "<|user|>"),
-    # The prompt for an answer ends all conversations, asked for or not (Llama 3 of April 2024).
+    # The prompt for an answer ends all conversations, unasked (Llama 3 of April 2024).
     "llama-3 unasked": (
         f"{_EACH}<|start_header_id|>{{{{ m['role'] }}}}<|end_header_id|>\n\n{{{{ m['content'] }}}}<|eot_id|>"
         "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
@@ -137,7 +137,7 @@ def test_answers_end_with_a_token_that_carries_loss_and_stops_generation(
     OTHERS["llama-3 unasked"][0], OTHERS["chatml unasked"][0],
     f"{_EACH}### {{{{ m['role'] }}}}:\n{{{{ m['content'] }}}}</s>\n\n{{% endfor %}}{{{{ '### assistant:\n' }}}}",
 ])  # fmt: skip
-def test_a_prompt_that_nobody_asked_for_carries_no_loss(template: str) -> None:
+def test_an_unasked_prompt_carries_no_loss(template: str) -> None:
     prompt, runs = template.rpartition("{{ '")[2].partition("' }}")[0], ids_of(template, {"messages": PLAIN})
     asked = template.replace(
         f"{{{{ '{prompt}' }}}}", f"{{% if add_generation_prompt %}}{prompt}{{{{ '' }}}}{{% endif %}}"
