@@ -96,6 +96,8 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             return Outcome(1, _memory_advice(error))
         if rank is not None and is_lost_contact(error):
             rank.lose(error)
+        if isinstance(error, ImportError):
+            return Outcome(1, _import_advice(error))
         advice = "" if debug else " Run again with --debug for the traceback."
         if rank is not None and type(error).__name__ == "OutOfMemoryError":
             advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
@@ -116,6 +118,26 @@ _NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "can't start ne
 
 def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+# Packages that this program can do without, and that others import where they are installed.
+_OPTIONAL = ("torchvision", "torchaudio", "flash_attn", "bitsandbytes", "triton", "kvikio", "xformers", "deepspeed")
+
+
+def _import_advice(error: BaseException) -> str:
+    """Return the deepest cause of an import error, and what to type if an optional package is broken."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    what = f"{type(error).__name__}: {on_one_line(error).removesuffix('.')}."
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for name in _OPTIONAL:
+            if name in Path(frame.filename).parts:
+                pip = f"{shlex.quote(sys.executable)} -m pip"
+                return (
+                    f"{name} is installed and does not work ({what.removesuffix('.')}): install its version for the "
+                    f"PyTorch that is here, or remove it with `{pip} uninstall {name.replace('_', '-')}`."
+                )
+    return what
 
 
 def _memory_advice(error: Exception) -> str:
