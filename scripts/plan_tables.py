@@ -1,7 +1,8 @@
 """The planned figures in README.md, docs/benchmarks.md and docs/machines.md: ``finetune plan`` for each row.
 
-python scripts/plan_tables.py            prints all tables; takes about four minutes
-python scripts/plan_tables.py --write    puts the six machines into docs/machines.md instead
+python scripts/plan_tables.py              prints all tables; takes about four minutes
+python scripts/plan_tables.py --write      puts the six machines into docs/machines.md instead
+python scripts/plan_tables.py --recipes    puts the recipes there
 """
 
 import contextlib
@@ -20,6 +21,7 @@ sys.path.insert(1, str(ROOT))  # not installed: run from a checkout
 
 from cli.main import main as finetune  # noqa: E402
 from cli.report.results import RESOURCES  # noqa: E402
+from common.files import preset_files  # noqa: E402
 from common.units import format_bytes, format_count, format_seconds  # noqa: E402
 
 PAGE = ROOT / "docs" / "machines.md"
@@ -185,13 +187,43 @@ def machine_table() -> str:
     return f"{HEADER}{''.join(rows)}\nAssumed for some of them:\n\n{assumed}"
 
 
+# -- recipes on two cards, in docs/machines.md ------------------------------------------------------------------------
+
+BEGIN_RECIPES, END_RECIPES = "<!-- recipes: written by scripts/plan_tables.py -->", "<!-- end of recipes -->"
+CARDS = (
+    "--gpu rtx-3060-12gb --host-memory 28GiB --drive samsung-990-pro-4tb --ssds 1",
+    "--gpu rtx-4090 --host-memory 56GiB --drive samsung-990-pro-4tb --ssds 1",
+)
+
+
+def recipe_table() -> str:
+    """Return the planned tokens per second of each recipe on each card, and the bytes of its store."""
+    rows = []
+    for name, file in sorted(preset_files("recipes").items()):
+        preset = name.rpartition("-")[0].replace("llama-3.1", "llama-3")
+        # The experts of the published checkpoints have four bits; the presets have no such weights.
+        frozen = " --frozen-dtype nf4" if name.startswith("gpt-oss") else ""
+        plans = [planned(f"--config {file} --model {preset}{frozen} {card}") for card in CARDS]
+        cells = [f"{format_count(plan['tokens_per_second'])} ({RESOURCES[plan['bound']]})" for plan in plans]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {format_bytes(plans[-1]['ssd_bytes'])} |\n")
+    return f"| recipe | `{CARDS[0]}` | `{CARDS[1]}` | store |\n|---|---|---|---|\n{''.join(rows)}"
+
+
+def replace_between(begin: str, end: str, text: str) -> None:
+    """Put a text between two marks of docs/machines.md."""
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}")
+
+
 @click.command()
 @click.option("--write", is_flag=True, help="Put the six machines into docs/machines.md.")
-def main(write: bool) -> None:
+@click.option("--recipes", is_flag=True, help="Put the recipes into docs/machines.md.")
+def main(write: bool, recipes: bool) -> None:
     """Print the planned figures of the docs, or write those of docs/machines.md."""
     if write:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{machine_table()}\n{END}{rest.split(END)[1]}")
+        replace_between(BEGIN, END, machine_table())
+    elif recipes:
+        replace_between(BEGIN_RECIPES, END_RECIPES, recipe_table())
     else:
         print(f"{large_model_tables()}\n\n{machine_table()}")
 

@@ -143,6 +143,10 @@ def _limits(result: Plan) -> list[str]:
     rows = row("schedule", "; ".join(how))
     traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
     traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    start = (
+        f"{format_bytes(result.start_bytes)} written before the first step, in {format_seconds(result.start_seconds)}"
+    )
+    rows += row("start", start)
     if job.shape.share.nodes > 1:
         traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
     if result.drive_days is not None:

@@ -60,6 +60,16 @@ class Plan:
     frontier: tuple[Point, ...] = ()  # Schedules that none beats in time and bytes written, fastest first
 
     @property
+    def start_bytes(self) -> int:
+        """Return the bytes that a new run writes to SSD before its first step."""
+        return sum(record.first_nbytes for record in self.job.shape.records)
+
+    @property
+    def start_seconds(self) -> float:
+        """Return the seconds that writing them takes; a checkpoint on a slower drive takes longer to read."""
+        return self.start_bytes / self.machine.rates.write_bytes_per_second
+
+    @property
     def fits(self) -> bool:
         return not self.missing
 
@@ -179,6 +189,8 @@ class Plan:
             "device_peak_bytes": number(self.device_peak_bytes),
             "host_peak_bytes": number(self.host_peak_bytes),
             "ssd_bytes": self.ssd_bytes,
+            "start_bytes": self.start_bytes,
+            "start_seconds": self.start_seconds,
             "ssd_read_bytes_per_step": number(self.read_bytes),
             "ssd_written_bytes_per_step": number(self.written_bytes),
             "network_sent_bytes_per_step": number(self.sent_bytes),
