@@ -259,7 +259,7 @@ def _put_back(output: Path) -> None:
     """Put back what a killed run has set aside, before anybody looks for the run that is there."""
     with contextlib.suppress(OSError):  # a name that is too long, say: what checks --output reports it
         if (output / REPLACED).exists():
-            from cli.job.outputs import recover
+            from cli.job.claim import recover
 
             recover(output)
 

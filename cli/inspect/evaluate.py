@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from cli.job.claim import claim
 from cli.job.inputs import check_apart, check_whole
-from cli.job.outputs import RESULT, Outputs, claim
+from cli.job.outputs import RESULT, Outputs
 from cli.job.resolve import resolve
 from cli.options.option import naming
 from cli.options.run_record import DESCRIPTION, REPLACED, RUN

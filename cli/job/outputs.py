@@ -2,7 +2,7 @@
 
 The list is ``run/files.json``, which has the size, the time, and a hash of each file. A new run sets aside what the
 earlier run has listed before it changes anything else, and removes it once its own first step is committed; if it fails
-before that and the earlier run's store is as it was, everything is put back (:mod:`cli.job.replaced`).
+before that and the earlier run's store is as it was, everything is put back (:mod:`cli.job.claim`).
 """
 
 import contextlib
@@ -12,25 +12,12 @@ import re
 import shlex
 import shutil
 import stat
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
-from cli.job.replaced import (
-    JOURNAL,
-    are_stores_as_they_were,
-    has_journal,
-    is_to_be_put_back,
-    move,
-    put_back,
-    remove_empty_folders,
-    remove_replaced,
-    set_aside,
-    sync_folders,
-    was_set_aside_by,
-)
+from cli.job.replaced import JOURNAL, move, remove_empty_folders, remove_replaced, set_aside, sync_folders
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
@@ -49,7 +36,6 @@ from common.models.adapters.options import CONFIG as ADAPTER
 from common.models.adapters.options import WEIGHTS
 from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
 from common.models.checkpoint.shards import INDEX, SINGLE
-from common.store.directories import DirectoryLock
 from common.store.errors import described
 
 FILES = "files.json"  # Name of the list, next to the run's description
@@ -237,7 +223,7 @@ class Outputs:
             if folder.is_symlink():  # to another drive, or into another run's output
                 check_outside(folder)
         listed = [file for file in self._files if (self.directory / file).exists() and not file.startswith(f"{BASE}/")]
-        is_run = (self.directory / RUN / DESCRIPTION).exists()
+        is_run = self._is_of_run
         is_complete = is_run or self.is_whole(RESULT)  # else an export was killed while it moved its files into place
         if listed and is_complete and not (resumes or overwrites):
             what = "a checkpoint" if "config.json" in listed else "adapters" if ADAPTER in listed else "checkpoints"
@@ -463,44 +449,6 @@ class Outputs:
             (self.directory / f"{name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
-    """Lock the output directory, and make it that of the run: the earlier run's files are set aside if it is new.
-
-    They are put back if the run fails before :meth:`Outputs.begin`, and the earlier store is as it was.
-
-    Args:
-        settings: of the run; the directory exists.
-        launch: id of the launcher. A rank that it starts again continues with what the lost one has begun.
-
-    Raises:
-        UserError: another run uses the directory, or other files are in the way (:meth:`Outputs.check`).
-    """
-    directory = settings.output_directory
-    with DirectoryLock([directory]):
-        outputs = Outputs.read(directory)
-        continues = bool(settings.resume) or bool(launch and launch == outputs.launch)
-        outputs.check_for(settings, resumes=continues)  # again: others may have written there until now
-        if outputs.id:  # else what looks incomplete is not of a run
-            outputs.remove_incomplete()
-        if continues:
-            outputs.id = outputs.id or uuid.uuid4().hex
-            outputs.write()
-            with outputs.held(settings):
-                yield outputs
-            return
-        earlier, outputs = outputs, Outputs(directory, uuid.uuid4().hex, launch)
-        try:
-            earlier.set_aside(settings, outputs.id)
-            outputs.write()
-            with outputs.held(settings):
-                yield outputs
-        except BaseException as error:
-            if not outputs.has_begun:
-                _undo(outputs, error)
-            raise
-
-
 def _where_it_is(descriptor: int, settings: Settings) -> str:
     """Return what happened to the output directory that is open as ``descriptor``, and what to do."""
     again = "Then enter the command again." if settings.command == "export" else settings.how_to_continue
@@ -521,43 +469,6 @@ def _where_it_is(descriptor: int, settings: Settings) -> str:
         "was removed during the run, with the run's store: nothing of the run is left. To begin again, enter the "
         "command again, without --resume."
     )
-
-
-def recover(directory: Path) -> None:
-    """Put back what a killed run has set aside, if it has changed nothing else, and no run is at work."""
-    with contextlib.suppress(UserError), DirectoryLock([directory], patience=0):
-        _put_back(directory)
-
-
-def _undo(outputs: Outputs, error: BaseException) -> None:
-    directory = outputs.directory
-    with contextlib.suppress(OSError):  # a full drive, say: what went wrong first is what counts
-        if not has_journal(directory):
-            # The list is the earlier run's until this run has written its own.
-            if Outputs.read(directory).id == outputs.id and not (directory / RUN / DESCRIPTION).exists():
-                outputs.give_up()
-            remove_replaced(directory)
-        elif not _put_back(directory):
-            error.add_note(f"What an earlier run has left in {directory} is in {directory / REPLACED} now.")
-
-
-def _put_back(directory: Path) -> bool:
-    """Put back what was set aside; return False, and change nothing, if a store has changed or the new run has steps.
-
-    Killed at any moment, it can be done again.
-    """
-    if not is_to_be_put_back(directory):  # nothing was set aside yet, or it is being removed
-        remove_replaced(directory)
-        return True
-    current = Outputs.read(directory)
-    is_replaced = was_set_aside_by(directory, current.id)
-    if (is_replaced and (directory / RUN / DESCRIPTION).exists()) or not are_stores_as_they_were(directory):
-        return False
-    current.remove_incomplete()
-    if is_replaced:
-        current.give_up()
-    put_back(directory)
-    return True
 
 
 def check_outside(directory: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from cli.job.claim import claim
 from cli.job.job import Job
-from cli.job.outputs import claim
 from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run
 from cli.job.throughput import announcement

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import fcdp.trainer
+from cli.job.claim import claim
 from cli.job.job import Job
 from cli.job.model import trained_share
-from cli.job.outputs import claim
 from cli.job.resolve import check_start, resolve
 from cli.job.resumed import EarlierRun, check_same_run, decided
 from cli.job.strategy import DEFAULT, PROFILE, choose_strategy, cluster_of, has_profile, measure_cluster

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from cli.job.claim import claim, recover
 from cli.job.inputs import check_apart
-from cli.job.outputs import BASE, RESULT, Outputs, claim, content_digest, recover
+from cli.job.outputs import BASE, RESULT, Outputs, content_digest
 from cli.options.run_record import REPLACED
 from cli.options.settings import Settings
 from common.errors import UserError
@@ -110,7 +111,7 @@ def test_a_run_killed_at_any_moment_before_its_first_commit_is_undone(
 ) -> None:
     """And so is the undoing: it can be killed, too."""
     before = tree(earlier)
-    monkeypatch.setattr("cli.job.outputs._undo", lambda *_: None)  # no handler runs in a process that is killed
+    monkeypatch.setattr("cli.job.claim._undo", lambda *_: None)  # no handler runs in a process that is killed
     calls = killing(function, monkeypatch)
     for number in range(1, 100):
         calls[0] = number
@@ -442,7 +443,7 @@ def test_a_kill_while_a_result_replaces_another_leaves_one_of_them(
             write(outputs, RESULT, **{f"model-{part}-of-2__safetensors": text for part in (1, 2)})
             outputs.begin()
 
-    monkeypatch.setattr("cli.job.outputs._undo", lambda *_: None)
+    monkeypatch.setattr("cli.job.claim._undo", lambda *_: None)
     calls, number, was_reached = killing(function, monkeypatch), 0, True
     while was_reached:
         number += 1

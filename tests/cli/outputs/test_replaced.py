@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cli.job.outputs import RESULT, Outputs, claim, recover
+from cli.job.claim import claim, recover
+from cli.job.outputs import RESULT, Outputs
 from cli.options.run_record import described_stores
 from cli.options.settings import Settings
 from common.errors import UserError
