@@ -26,7 +26,8 @@ SEQ_LEN, LAYERS = 64, 6
 FAST = TaskRates(1e15, 1e12, 1e12, 1e12, 1e12, 1e12, commit_seconds=0.0)
 KEYS = {
     "fits", "step_seconds", "tokens_per_second", "flops_per_second", "hardware_flops_per_second", "bound",
-    "bound_seconds", "device_peak_bytes", "host_peak_bytes", "ssd_bytes", "start_bytes", "start_seconds", "ssd_read_bytes_per_step",
+    "bound_seconds", "device_peak_bytes", "host_peak_bytes", "ssd_bytes", "ssd_read_bytes_per_step",
+    "start_bytes", "start_seconds",
     "ssd_written_bytes_per_step", "micro_batch", "micro_batches", "deferred_fraction", "kept_activation_bytes",
 }  # fmt: skip
 
