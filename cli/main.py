@@ -13,7 +13,7 @@ import resource
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,12 @@ from fuyou.optimizer.process.start import started_early
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, the process's own if there is none, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _open_closed_streams()
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names and data may not fit a terminal's encoding
+        for name in ("write", "flush"):
+            setattr(sys.stdout, name, _naming_output(getattr(sys.stdout, name)))
     rank = RankProcess() if argv is None and is_rank() else None
     named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
     try:
@@ -77,6 +81,8 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             elif rank.stopping:
                 raise KeyboardInterrupt
             _check_encoding(arguments)
+            if sys.flags.optimize > 1:
+                raise UserError("transformers needs its docstrings: leave out -OO, or unset PYTHONOPTIMIZE.")
             status = Finetune(run).main(arguments, prog_name="finetune", standalone_mode=False)
         return Outcome(status if isinstance(status, int) else 0)
     except click.ClickException as error:
@@ -94,6 +100,8 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             traceback.print_exc()
         if _lacks_memory(error):
             return Outcome(1, _memory_advice(error))
+        if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # of pathlib
+            return Outcome(2, f"{error}: that link leads back to itself. Remove it, or name another path.")
         if rank is not None and is_lost_contact(error):
             rank.lose(error)
         if isinstance(error, ImportError):
@@ -103,6 +111,30 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
         text = on_one_line(error).removesuffix(".") or "no message"
         return Outcome(1, with_notes(f"{type(error).__name__}: {text}.{advice}", error))
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null where a standard stream is closed: else a file of the run gets its number, and all output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def _naming_output(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of standard output whose errors name it: click ends without a message at a closed pipe."""
+
+    def named(*args: Any) -> Any:
+        try:
+            return write(*args)
+        except OSError as error:
+            raise FinetuneError(
+                f"Standard output cannot be written ({error.strerror}): the drive of the log is full, or the program "
+                "that reads it has ended."
+            ) from error
+
+    return named
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:

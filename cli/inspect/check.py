@@ -17,12 +17,14 @@ from peft import PeftConfig
 
 from cli.job.machine import device_name, directories_at_hand, job_at_hand
 from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
-from cli.job.resumed import faults_of_losses, faults_of_references
+from cli.job.replaced import is_to_be_put_back
+from cli.job.resumed import faults_of_losses, faults_of_references, faults_of_store
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
     DESCRIPTION,
     METRICS,
+    REPLACED,
     RUN,
     STORE,
     RunRecord,
@@ -243,6 +245,11 @@ def run_verify(folders: Sequence[str]) -> int:
     outputs = distinct_paths(Path(folder).expanduser() for folder in folders)
     for folder in outputs:
         _check_is_outer(folder)
+        if is_to_be_put_back(folder):
+            raise UserError(
+                f"A run that was to replace what is in {folder} is at work, or was killed: what it has set aside is in "
+                f"{folder / REPLACED}. The next finetune train or export with --output {folder} puts it back."
+            )
     records = {folder: record for folder in outputs if (record := RunRecord.read(folder)) is not None}
     elsewhere = {folder: _stores_elsewhere(folder, record) for folder, record in records.items()}
     there = [Path(store.path) for stores in elsewhere.values() for store in stores if store.is_there()]
@@ -318,6 +325,9 @@ def _faults(files: Outputs) -> list[str]:
         ]
     record, saves = RunRecord.read(output), _saves(output)
     faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0], *faults_of_references(output)]
+    faults += faults_of_store(output)
+    if record is None and not files.files:
+        faults.append(f"{output} has neither a run nor a result: what was to write them was killed. Enter it again.")
     if saves and record is not None and record.ended_after is not None and not files.has_result:
         faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
     if faults and (files.faults(RESULT) or not files.has_result):

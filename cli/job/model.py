@@ -55,7 +55,7 @@ def chat_template_named(name: str) -> str:
         return presets[name].read_text()
     file = Path(name).expanduser()
     try:
-        return read_text_file(file, _TEMPLATE_BYTES)
+        return read_text_file(file, _TEMPLATE_BYTES).removeprefix("\ufeff")  # a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--chat-template {name} is none of {', '.join(sorted(presets))}, nor a file that can be read "

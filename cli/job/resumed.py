@@ -28,8 +28,9 @@ from cli.options.run_record import (
     RUN,
     STORE,
     RunRecord,
-    committed_user_state,
+    newest_commit,
     newest_in_memory,
+    read_description,
     replaced_stores,
     store_places,
 )
@@ -115,9 +116,10 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
 
 
 def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
-    """Return sentences about the files of losses, compared with what the run has committed: about those that have the
-    losses of another run, and about those that lack lines."""
-    losses = LossSum.committed(_committed(output))
+    """Return sentences about the files of losses, compared with what the run has noted at its end or committed: about
+    those that have the losses of another run, and about those that lack lines."""
+    noted = [LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))]
+    losses = max(filter(None, noted), key=lambda each: each.step, default=None)
     other, gaps = list[str](), list[str]()
     for file in () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS):
         assert losses is not None
@@ -131,7 +133,7 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
 def faults_of_references(output: Path) -> list[str]:
     """Return a sentence for each file that the run is compared with, as a commit names them, that cannot be read."""
     faults = list[str]()
-    for file in (output / RUN / str(name) for name in _committed(output).get(REFERENCES, ())):
+    for file in (output / RUN / str(name) for name in _committed(output).get("user", {}).get(REFERENCES, ())):
         try:
             with np.load(file) as content:  # which has checksums
                 _ = content["values"], content["digest"]
@@ -141,8 +143,25 @@ def faults_of_references(output: Path) -> list[str]:
     return faults
 
 
+def faults_of_store(output: Path) -> list[str]:
+    """Return a sentence if the store in ``output`` is another run's, or at another step than the last of the run."""
+    record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
+    if record is None:
+        return []
+    known, visible = {place.store for place in record.places}, {place.store for place in store_places(inside)}
+    if known and visible and not known & (visible | replaced_stores(inside)):
+        return [f"The store in {output} is that of another run."]
+    step = _committed(output).get("step")
+    if record.ended_after in (None, step) or step is None:
+        return []
+    return [
+        f"The run in {output} was done after step {record.ended_after:,}, and its store is at step {step}: one of them "
+        "is from another copy."
+    ]
+
+
 def _committed(output: Path) -> dict[str, Any]:
-    """Return the user state of the newest commit of the run in ``output``; empty if there is none.
+    """Return the newest commit of the run in ``output``; empty if there is none.
 
     That of a copy is in its own store: the description names those of the original.
     """
@@ -151,9 +170,9 @@ def _committed(output: Path) -> dict[str, Any]:
         return {}
     names = {directory.store for directory in record.places}
     if names & ({directory.store for directory in store_places(inside)} | replaced_stores(inside)):
-        return committed_user_state(inside)
-    state = committed_user_state(Path(store.path) for store in record.places if store.is_there())
-    return state if state.get(OUTPUT) == str(output.resolve()) else {}
+        return newest_commit(inside)
+    commit = newest_commit(Path(store.path) for store in record.places if store.is_there())
+    return commit if commit.get("user", {}).get(OUTPUT) == str(output.resolve()) else {}
 
 
 def decided(settings: Settings, checks: bool = True) -> Settings:

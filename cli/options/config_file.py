@@ -76,7 +76,7 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     if not path.exists() and path.name == str(file) and path.suffix != ".toml":
         path = recipe_file(str(file))
     try:
-        content = tomllib.loads(read_text_file(path))
+        content = tomllib.loads(read_text_file(path).removeprefix("\ufeff"))
     except OSError as error:
         raise UserError(f"--config {file}: cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-_KEY = "losses"  # In the user state of a commit
+LOSSES = "losses"  # Key in the user state of a commit, and in the description of a run that is done
 _LOSS, _LOSS_IN_METRICS = "loss", "loss_metrics/global_avg_loss"  # Names of a step's loss in lines of either file
 LINE_SUM = "checksum"  # Name of the hash of a line of an evaluation, in it
 
@@ -28,13 +28,13 @@ class LossSum:
     def committed(cls, user_state: Mapping[str, Any]) -> "LossSum | None":
         """Return what a commit has; None where an earlier version has written it."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            since, step, digest = user_state[_KEY]
+            since, step, digest = user_state[LOSSES]
             return cls(int(since), int(step), str(digest))
         return None
 
     def put(self, user_state: dict[str, Any]) -> None:
         """Have the next commit hold the hash."""
-        user_state[_KEY] = list(astuple(self))
+        user_state[LOSSES] = list(astuple(self))
 
     def add(self, step: int, loss: float, grad_norm: float, lr: float) -> "LossSum":
         """Return the hash over one more step, as a line has it: null for what is not finite."""

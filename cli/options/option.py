@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,6 +100,9 @@ class GroupedOption(click.Option):
         source = ctx.get_parameter_source(self.name or "")
         if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
             ctx.meta.setdefault(WRITTEN, {})[self.name] = value
+            names_file = re.search("DIR|FILE", self.metavar or "")
+            if names_file and "" in (value if self.words else [str(value)]):
+                raise UserError(f"{self.opts[0]} is empty: is a variable of the shell not set? Name a path.")
         try:
             return super().process_value(ctx, value)
         except click.BadParameter as error:

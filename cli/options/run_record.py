@@ -128,12 +128,16 @@ def commits_identity(directory: Path) -> str:
 
 def committed_user_state(folders: Iterable[Path]) -> dict[str, Any]:
     """Return the user state of the newest commit in the first of ``folders`` that has one; empty if none has."""
+    return dict(newest_commit(folders).get("user", {}))
+
+
+def newest_commit(folders: Iterable[Path]) -> dict[str, Any]:
+    """Return the newest commit in the first of ``folders`` that has one with a user state; empty if none has."""
     for folder in folders:
         with contextlib.suppress(FinetuneError, OSError):
             content = newest_in_memory(folder) if folder.name == COMMITS else _first_manifest(folder)
-            state = (content or {}).get("user")
-            if isinstance(state, dict) and state:
-                return state
+            if content and isinstance(content.get("user"), dict) and content["user"]:
+                return content
     return {}
 
 

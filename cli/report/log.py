@@ -15,7 +15,7 @@ from typing import Any
 
 from cli.job.job import Job
 from cli.job.outputs import FILES, HISTORY_FILE
-from cli.options.loss_sum import LINE_SUM, LossSum, line_sum
+from cli.options.loss_sum import LINE_SUM, LOSSES, LossSum, line_sum
 from cli.options.run_record import (
     CONFIG,
     DESCRIPTION,
@@ -103,8 +103,8 @@ def open_run_directory(job: Job, done: int, plan: Mapping[str, Any]) -> dict[str
         "calls": [*(calls if isinstance(calls, list) else []), call],
     }
     takes_steps = done < job.steps and not job.settings.export
-    if not takes_steps and ENDED_AFTER in before:
-        description[ENDED_AFTER] = before[ENDED_AFTER]
+    if not takes_steps:
+        description |= {name: before[name] for name in (ENDED_AFTER, LOSSES) if name in before}
     files = {DESCRIPTION: json.dumps(description, indent=2, default=str) + "\n", CONFIG: job.configuration}
     if not takes_steps and (path / CONFIG).is_file():  # options of a call that takes none are not the run's
         files[CONFIG] = (path / CONFIG).read_text()
@@ -258,10 +258,15 @@ class MetricsLogger:
         self._page.update(at_once=True)
         self.say(f"eval at step {step:,}: {result}")
 
-    def note_end(self, step: int) -> None:
-        """Note that the run was done after ``step``, and all of its results are written."""
+    def note_end(self, step: int, losses: LossSum) -> None:
+        """Note that the run was done after ``step``, and all of its results are written.
+
+        ``losses`` is the hash over the losses of all steps: that in the last commit lacks the last step.
+        """
         self._keep_files()
-        note_end(self._outputs.directory, step, json.loads(self._files[DESCRIPTION]))
+        description = json.loads(self._files[DESCRIPTION])
+        losses.put(description)
+        note_end(self._outputs.directory, step, description)
 
     def _keep_files(self) -> None:
         """Write again what was deleted of the files that describe the run: without them it is not found later."""

@@ -22,6 +22,10 @@ RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished r
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
 _LOSS, EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
+_SHOWN = (
+    _SECONDS, "n_tokens_seen", "throughput(tps)", "tflops", "memory/max_active(GiB)", "memory/host(GiB)"
+)  # fmt: skip
+"""Metrics of a step that are not in charts alone."""
 _CHARTS: dict[str, dict[str, str]] = {
     "loss": {"loss": _LOSS, "held out": EVALUATION},
     "router loss": {"router loss": "loss_metrics/aux_loss"},
@@ -79,8 +83,8 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[str, Any]]) -> str:
     """Return the page of a run with its plan, its configuration file, and these lines of its metrics file."""
-    # The line of a step whose process was killed before it wrote it has no times.
-    steps = [entry for entry in entries if _SECONDS in entry]
+    # A process that was killed may have written a line without times, and a damaged line may lack any value.
+    steps = [entry for entry in entries if _LOSS in entry and all(entry.get(name) is not None for name in _SHOWN)]
     done, state = 0, f"step 0 of {job.steps:,}"
     charts = {
         name: chart(name, {line: _points(entries, metric) for line, metric in lines.items()})
@@ -93,7 +97,7 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         state = f"step {done:,} of {job.steps:,}, loss {loss}"
         sections.append(section("now", table(_now(job, entries, steps))))
         metrics, whole = {f"time_metrics/busy_{name}(s)": what for name, what in RESOURCES.items()}, newest[_SECONDS]
-        busy = {what: newest[metric] for metric, what in metrics.items() if metric in newest}
+        busy = {what: newest[metric] for metric, what in metrics.items() if newest.get(metric) is not None}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
         host = 0 if job.settings.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
         tiers = (
@@ -130,11 +134,11 @@ def _now(job: Job, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -
         if (perplexity := last.get("validation_metrics/perplexity")) is not None:
             rows.append(("perplexity", f"{perplexity:.4g}"))
     if "network/sent(GiB)" in newest:
-        sent = sum(entry.get("network/sent(GiB)", 0.0) for entry in steps) * _GIB
+        sent = sum(entry.get("network/sent(GiB)") or 0.0 for entry in steps) * _GIB
         rows.append(("network", f"{format_bytes(sent)} sent by each node"))
     if "ssd/written(GiB)" in newest:
-        read = sum(entry.get("ssd/read(GiB)", 0.0) for entry in steps) * _GIB
-        written = sum(entry.get("ssd/written(GiB)", 0.0) for entry in steps) * _GIB
+        read = sum(entry.get("ssd/read(GiB)") or 0.0 for entry in steps) * _GIB
+        written = sum(entry.get("ssd/written(GiB)") or 0.0 for entry in steps) * _GIB
         rows.append(("drives", f"{format_bytes(read)} read, {format_bytes(written)} written"))
         warranted = warranted_bytes(job.ssd)
         if written and warranted is not None:

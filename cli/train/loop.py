@@ -182,7 +182,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         return
     if logger is not None and not (after.time_is_up or job.settings.export):
         after.forget(math.inf)
-        logger.note_end(model.step_count)
+        logger.note_end(model.step_count, losses)
     for line in (after.last_words, "" if job.settings.export else after.lost_best()):
         if line:
             print(line, flush=True)

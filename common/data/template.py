@@ -41,9 +41,18 @@ _OTHER, _ASKED = "qz0zq", "qz00zq"  # Texts that no conversation has
 
 
 def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
-    """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format."""
+    """Return a chat template, or several by name, in which ``strftime_now`` is a text: ``day`` in its format.
+
+    Raises:
+        UserError: it begins with a byte order mark, which would be a part of each conversation.
+    """
     if isinstance(template, dict):
         return {name: str(dated(text, day)) for name, text in template.items()}
+    if template and template.startswith("\ufeff"):
+        raise UserError(
+            "The chat template of the model begins with a byte order mark, which would be a part of each conversation: "
+            "remove the first 3 bytes of its file, or give another --chat-template."
+        )
     return template and _CALL.sub(lambda call: json.dumps(day.strftime(call[2])), template)
 
 

@@ -18,6 +18,10 @@ def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     what = f"{doing} of {path.name} in {path.parent} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what += ". Free some space there, and start it again."
+    elif error.errno == errno.EFBIG:
+        what += ". This shell or file system allows no larger files: enter `ulimit -f unlimited` before."
+    elif error.errno == errno.EXDEV:
+        what += ". A folder in it is on another file system: move that folder elsewhere, or take another directory."
     elif error.errno == errno.EIO:
         what += ". The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
     elif error.errno == errno.EROFS:

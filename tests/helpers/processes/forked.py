@@ -327,7 +327,7 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
         stand_in(setattr, Child)
     import torch
 
-    if "OMP_NUM_THREADS" in os.environ:
+    with contextlib.suppress(KeyError, ValueError):  # OpenMP ignores what is no number
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
