@@ -148,7 +148,8 @@ def faults_of_store(output: Path) -> list[str]:
     record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
     if record is None:
         return []
-    known, visible = {place.store for place in record.places}, {place.store for place in store_places(inside)}
+    known = {directory.store for directory in record.places}
+    visible = {directory.store for directory in store_places(inside)} - {""}  # a folder of commits may have none
     if known and visible and not known & (visible | replaced_stores(inside)):
         return [f"The store in {output} is that of another run."]
     step = _committed(output).get("step")

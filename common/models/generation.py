@@ -1,21 +1,32 @@
 """The generation configuration of what was trained: generation has to stop at the tokens that end answers."""
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from common.errors import UserError, on_one_line
+
 FILE = "generation_config.json"
 
 
 def generation_config_of(config: PreTrainedConfig, directory: Path | None = None) -> GenerationConfig:
-    """Return the generation configuration in ``directory`` (that of the checkpoint by default) or, without any that can
-    be read, what the model's configuration implies."""
-    if source := directory or config.name_or_path:
-        with contextlib.suppress(Exception):  # transformers checks no types
-            return GenerationConfig.from_pretrained(source, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
+    """Return the generation configuration in ``directory`` (that of the checkpoint by default) or, without any, what
+    the model's configuration implies.
+
+    Raises:
+        UserError: there is a file that cannot be read; what it implies would stop at other tokens.
+    """
+    file = Path(directory or config.name_or_path or "") / FILE
+    if not file.is_file():
+        return GenerationConfig.from_model_config(config)
+    try:
+        return GenerationConfig.from_pretrained(file.parent, local_files_only=True)
+    except Exception as error:  # transformers checks no types
+        raise UserError(
+            f"{file} is not a generation configuration transformers can read ({on_one_line(error)}): restore it, or "
+            "remove it, and generation stops where config.json says."
+        ) from error
 
 
 def stops_of(config: GenerationConfig) -> list[int]:

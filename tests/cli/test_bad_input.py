@@ -145,3 +145,13 @@ def test_lack_of_memory_is_one_sentence(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 30, 1 << 30))
     assert main(["plan", "--model", "llama-10m"]) == 1
     assert "allows 1 GiB of address space: enter `ulimit -v unlimited`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out/run", "out/store", "out/checkpoints", "out/.replaced", "drive"])
+def test_a_link_to_itself_is_named(name: str, finetune: Finetune, checkpoint: Path) -> None:
+    Path("out").mkdir()
+    Path(name).symlink_to(Path(name).absolute())
+    drives = ("--ssd", "drive") if name == "drive" else ()
+    check(
+        finetune("--model", checkpoint, *SMALL, "--output", "out", *drives), 2, f"{name}': that link leads back to it"
+    )

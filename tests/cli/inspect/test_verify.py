@@ -12,6 +12,7 @@ import pytest
 
 from cli.inspect.check import run_verify
 from cli.job.outputs import RESULT, Outputs
+from cli.job.replaced import set_aside
 from cli.options.run_record import RUN, described_stores, note_end
 from common.errors import UserError
 from common.store.directories import DirectoryLock
@@ -171,3 +172,44 @@ def test_a_part_of_an_output_is_verified_with_all_of_it(finished: Path) -> None:
     for part in ("checkpoints/step-2", "checkpoints", "run"):
         with pytest.raises(UserError, match=rf"is a part of .* finetune verify {finished} verifies all"):
             run_verify([str(finished / part)])
+
+
+def test_what_a_killed_command_leaves_is_not_all_as_written(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a result that was set aside to be replaced, nor an export that wrote nothing yet."""
+    set_aside(finished, [f"{RUN}/run.json", f"{RUN}/files.json"], "new", [])
+    Outputs(finished, "new").write()
+    with pytest.raises(UserError, match=rf"set aside is in {finished}/\.replaced"):
+        run_verify([str(finished)])
+    Outputs(tmp_path / "merged", "x").write()
+    assert run_verify([str(tmp_path / "merged")]) == 1
+    assert "has neither a run nor a result" in capsys.readouterr().err
+
+
+def test_the_last_step_and_the_store_belong_to_the_run(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    """The last commit lacks the loss of the last step; a store is replaced by a copy of it, or by another run's."""
+    line = ("--model", checkpoint, *SMALL, "--output")
+    assert finetune(*line, tmp_path / "out").status == finetune(*line, tmp_path / "other", "--seed", 1).status == 0
+    assert finetune("verify", tmp_path / "out").status == 0
+    for name, (first, *rest) in {
+        name: (tmp_path / "out" / name).read_text().splitlines(keepends=True)
+        for name in ("losses.jsonl", "run/metrics.jsonl")
+    }.items():
+        file = tmp_path / "out" / name
+        file.write_text(first)
+        lost = finetune("verify", tmp_path / "out")
+        assert lost.status == 0 and f"gap      {file} has no line for step 2" in lost.out, lost.out
+        file.write_text(first + "".join(rest).replace('"lr": ', '"lr": 1'))
+        other = finetune("verify", tmp_path / "out")
+        assert other.status == 1 and f"{file} has other losses than this run" in other.err, other.err
+        file.write_text("".join([first, *rest]))
+    description = json.loads((tmp_path / "out/run/run.json").read_text())
+    (tmp_path / "out/run/run.json").write_text(json.dumps({**description, "ended_after": 1}))
+    older = finetune("verify", tmp_path / "out")
+    assert older.status == 1 and "was done after step 1, and its store is at step 2" in older.err, older.err
+    (tmp_path / "out/run/run.json").write_text(json.dumps(description))
+    shutil.rmtree(tmp_path / "out/store")
+    shutil.copytree(tmp_path / "other/store", tmp_path / "out/store")
+    another = finetune("verify", tmp_path / "out")
+    assert another.status == 1 and f"The store in {tmp_path / 'out'} is that of another run" in another.err

@@ -98,3 +98,7 @@ def test_mistakes(text: str, message: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["--config", str(write(text))]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1 and err.startswith("finetune: error: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file() -> None:
+    assert parse("--config", write("\ufeffsteps = 3\n")) == parse("--steps", 3)

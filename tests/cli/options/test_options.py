@@ -187,3 +187,20 @@ def test_tokens_of_a_sequence(typed: str, tokens: int) -> None:
 def test_what_is_no_number_of_tokens(typed: str) -> None:
     with pytest.raises(click.BadParameter):
         parse("--seq-len", typed)
+
+
+NAMING_FILES = [
+    (name, option.opts[0])
+    for name in COMMANDS
+    for option in Finetune(lambda *_: None).get_command(None, name).options
+    if "DIR" in (option.metavar or "") or "FILE" in (option.metavar or "")
+]
+
+
+@pytest.mark.parametrize(("command", "option"), NAMING_FILES)
+def test_an_empty_name_is_not_the_current_directory(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a shell variable that is not set."""
+    assert main([command, option, ""]) == 2
+    assert f"{option} is empty: is a variable of the shell not set?" in capsys.readouterr().err

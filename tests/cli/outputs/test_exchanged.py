@@ -183,7 +183,9 @@ def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     """A run of preferences is not continued without them."""
     (tmp_path / "run").mkdir()
     file = tmp_path / "run/reference.npz"
-    monkeypatch.setattr("cli.job.resumed._committed", lambda output: {"reference": {file.name: ["data", 1, "sum"]}})
+    monkeypatch.setattr(
+        "cli.job.resumed._committed", lambda _: {"user": {"reference": {file.name: ["data", 1, "sum"]}}}
+    )
     assert faults_of_references(tmp_path) == [
         f"{file} is missing, and the run is not continued without it: copy it there again."
     ]

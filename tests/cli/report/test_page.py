@@ -176,3 +176,11 @@ def test_a_browser_shows_everything(dark: bool, finetune: Finetune, tmp_path: Pa
     text, about = planned.out, plan.read_text()
     for words in re.findall(r"[\d.]+ (?:GiB|TiB|tokens/s|TFLOP/s|days)", text):
         assert words in about, words
+
+
+def test_lines_that_lack_a_value_are_drawn_without_it() -> None:
+    """A run does not end because a bit of its metrics has flipped, in a name or a number."""
+    whole = step(3)
+    for name in whole.keys() - {"step"}:
+        for line in ({**whole, name: None}, {key: value for key, value in whole.items() if key != name}):
+            assert run_page(JOB, PLAN, CONFIG, [step(1), line]).rstrip().endswith("</html>"), name

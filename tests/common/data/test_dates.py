@@ -1,10 +1,13 @@
 """Chat templates that write the date: fixed to a day."""
 
 from datetime import date
+from pathlib import Path
 
 import pytest
 
+from cli.job.model import chat_template_named
 from common.data.template import dated
+from common.errors import UserError
 from tests.common.data.conftest import make_tokenizer
 
 DAY = date(2024, 7, 26)
@@ -24,3 +27,12 @@ def test_other_templates_stay_as_they_are() -> None:
     assert dated(None, DAY) is None
     assert dated("{{ x }}", DAY) == "{{ x }}"
     assert dated({"a": "{{ strftime_now('%Y') }}", "b": ""}, DAY) == {"a": '{{ "2024" }}', "b": ""}
+
+
+def test_a_byte_order_mark_is_no_part_of_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("\ufeffa template")
+    assert chat_template_named(str(file)) == "a template"
+    for template in ("\ufeffa template", {"default": "a template", "tool_use": "\ufeffanother"}):  # of a tokenizer
+        with pytest.raises(UserError, match="begins with a byte order mark"):
+            dated(template, DAY)

@@ -183,3 +183,13 @@ def ids_of(template: str, record: dict[str, Any]) -> list[list[int]]:
     TOKENIZER.chat_template = template
     example = examples_of_records([DataRecord(record, Path("data.jsonl"), "line 1")])
     return [document.ids.tolist() for document in Encoder(TOKENIZER).encode(example)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'\xef\xbb\xbf{"eos_token_id": 5}', b"\0" * 20, b"[]", b"\xff"])
+def test_a_generation_configuration_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path) -> None:
+    """Without a word, what config.json implies would stop at other tokens."""
+    config = LlamaConfig(eos_token_id=2)
+    assert generation_config_of(config, tmp_path).eos_token_id == 2
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(UserError, match=f"{FILE} is not a generation configuration"):
+        generation_config_of(config, tmp_path)

@@ -84,6 +84,8 @@ def test_a_truncated_file_is_reported(file):
     ("number", "words"),
     [
         (errno.ENOSPC, "Free some"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EXDEV, "on another file system"),
         (errno.EIO, "failing"),
         (errno.EROFS, "read-only"),
         (errno.EPERM, "permitted. Look at its owner"),
