@@ -48,7 +48,6 @@ from common.hardware.machine import (
     obstacle,
     system_has_gpu,
 )
-from common.models.checkpoint.gguf import adapters_of, conversions_directory
 from common.store.directories import DirectoryLock
 from common.units import counted, format_bytes
 from fuyou.checkpoint.run_files import find_runs, verify_run
@@ -189,7 +188,7 @@ def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
 
 _CACHES = {
     "tokens": "data as tokens",
-    "gguf": "dequantized GGUF files",
+    "gguf": "configurations and tokenizers of GGUF files",
     "demo": "the demo's model",
     "kernels": "compiled updates",
     "profiles": "measurements",
@@ -198,16 +197,11 @@ _CACHES = {
 
 
 def _cache_rows() -> Iterator[tuple[str, str]]:
-    """Yield what each cache takes, and each conversion of a GGUF file, with what removes it."""
+    """Yield what each cache takes."""
     folders = [path for path in sorted(cache_directory().glob("*")) if path.is_dir()]
     for folder in folders:
         what = f"{_CACHES[folder.name]}, " if folder.name in _CACHES else ""
         yield folder.name, f"{what}{format_bytes(_size(folder))}; made again if removed"
-        if folder == conversions_directory():
-            for conversion in sorted(folder.iterdir()):
-                names = [name for name in adapters_of(conversion) if Path(name).is_dir()]
-                base = f"; the base of {', '.join(names)}" if names else ""
-                yield "", f"{format_bytes(_size(conversion))}{base}; rm -r {shlex.quote(str(conversion))}"
     if not folders:
         yield "nothing", "is cached yet"
 

@@ -17,7 +17,7 @@ from common.data import Batches
 from common.hardware.machine import Gpu, describe_machine, torch_name
 from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.companions import Companions
-from common.models.checkpoint.compressed.formats import method_of
+from common.models.checkpoint.compressed.formats import Gguf, method_of
 from common.models.checkpoint.shards import rounding
 from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
@@ -247,5 +247,7 @@ class Job:
             exception, widened = "", self.stored.shape.widened
             if widened:
                 exception = f" (but for {format_count(widened)}, whose tensors blocks in pieces would cut)"
+            if isinstance(method, Gguf) and method.others:
+                exception += f" (but for {method.others}, stored as {dtype})"
             return f"{stored}, frozen in its own bytes{exception}; they compute in {dtype}"
         return f"{stored}, dequantized{f'; written as {dtype}' if self.settings.save and not is_adapted else ''}"

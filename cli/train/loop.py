@@ -25,7 +25,6 @@ from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
 from common.files import replace_file
-from common.models.checkpoint.gguf import keep_for_adapter
 from common.models.generation import write_stops
 from common.units import counted, format_count
 from fuyou.model.loss.cross_entropy import targets_of
@@ -492,8 +491,6 @@ def _write(
             replace_file(folder / EVALUATION, json.dumps(evaluation) + "\n")
         if is_rank0:
             job.outputs.put(name)
-            if job.model.adapters is not None and job.checkpoint is not None:
-                keep_for_adapter(job.checkpoint, job.output / name)
     except BaseException:
         if is_rank0:
             job.outputs.discard(name)  # it may have filled the drive

@@ -1,11 +1,14 @@
 """Find out at once whether the model that the user names exists: nothing slow is imported."""
 
 import os
+import re
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.hub import is_hub_name, is_in_cache, may_download
+
+GGUF_TABLE = "gguf.json"  # In a directory that describes a GGUF file (:mod:`common.models.checkpoint.gguf_table`)
 
 
 def check_model(name: str) -> None:
@@ -36,15 +39,36 @@ def not_in_cache(name: str) -> UserError:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint."""
+    """Return the GGUF file that a user names: the path itself, or the only one in a directory without a checkpoint.
+
+    Of a file that is split, it is the first part.
+    """
     if path.suffix == ".gguf" and path.is_file():
         return path
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / GGUF_TABLE).is_file():  # it describes a file
         return None
     files = sorted(path.glob("*.gguf"))
+    if files and files == gguf_parts(files[0]):
+        return files[0]
     if len(files) > 1:
         raise UserError(f"{path} has {len(files)} GGUF files: give one of them, {files[0]} for instance.")
     return files[0] if files else None
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Return all files of a GGUF file that is split (``x-00001-of-00003.gguf``), else the file itself.
+
+    Raises:
+        UserError: some are missing.
+    """
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", file.name)
+    if match is None:
+        return [file]
+    parts = [file.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, int(match[2]) + 1)]
+    missing = next((part for part in parts if not part.is_file()), None)
+    if missing is not None:
+        raise UserError(f"{missing} is missing, which {file.name} is a part of the same model with.")
+    return parts
 
 
 def _refuse_two_models(directory: Path) -> None:

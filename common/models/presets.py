@@ -14,7 +14,7 @@ from common.files import FILE_BYTES, check_regular, preset_files, read_text_file
 from common.hub import may_download
 from common.models.bounds import check_counts
 from common.models.checkpoint.compressed.formats import accept_config
-from common.models.checkpoint.gguf import dequantized
+from common.models.checkpoint.gguf import described
 from common.models.names import check_model, find_gguf, not_in_cache
 from common.models.task_type import model_class, refusal
 
@@ -49,7 +49,7 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
     check_model(name)
     directory = Path(name).expanduser()
     if (gguf := find_gguf(directory)) is not None:
-        return load_config(dequantized(gguf))
+        return load_config(described(gguf))
     if (directory / "config.json").is_file():
         config = _read_directory(directory)
         try:

@@ -132,7 +132,7 @@ class _SlotReader:
 def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, buffer: int) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes.
 
-    Memory: as :func:`fill_store`, with one tensor of the files instead of one parameter where that is compressed.
+    Memory: as :func:`fill_store`.
     """
     payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes)).zero_()
     with _encoded_record(plane, record, payload) as encoded:

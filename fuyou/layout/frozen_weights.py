@@ -21,7 +21,8 @@ ROWS_ON_ACCELERATORS = 8
 
 
 class FrozenDtype(Enum):
-    """Format of the blocks' frozen matrices; embeddings and head stay in the compute dtype."""
+    """Format of the blocks' frozen matrices; embeddings and head stay in the compute dtype, unless a compressed
+    checkpoint has them in fewer bytes."""
 
     PLAIN = "plain"  # The dtype that blocks compute in
     INT8 = "int8"  # 1.016 bytes per weight; errors are at most 1/254 of the largest in each 256 weights

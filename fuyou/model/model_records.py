@@ -76,7 +76,9 @@ class _Records:
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
-        frozen = self.frozen if kind is Kind.BLOCK and group.frozen else FrozenDtype.PLAIN
+        # Towers are on the device together with the embeddings, and there is memory to decode but one record.
+        kinds = (Kind.BLOCK, Kind.NON_BLOCK) if self.frozen is FrozenDtype.CHECKPOINT else (Kind.BLOCK,)
+        frozen = self.frozen if kind in kinds and group.frozen else FrozenDtype.PLAIN
         compressed: dict[str, CompressedParameter] = {}
         if frozen is FrozenDtype.CHECKPOINT:
             names = [names[0] for names, *_ in group.frozen]

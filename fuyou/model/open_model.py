@@ -38,7 +38,7 @@ class OpenModel(AdaptedModel):
         device: where blocks compute.
         adapters: adapters that are trained, while everything else is frozen.
         trainable: names of the only parameters that are trained; ``*`` matches any text.
-        frozen: how the blocks' frozen matrices are stored; None: as in the checkpoint, if that is compressed.
+        frozen: how frozen matrices are stored; None: as in the checkpoint, if that is compressed.
         seed: seed of the adapters' first values and of random weights.
         router_loss: whether a mixture of experts' router loss is a part of the loss
             (:mod:`fuyou.model.loss.router_loss`).
@@ -77,7 +77,7 @@ class OpenModel(AdaptedModel):
         self.router_loss = find_router_loss(self.model, router_loss)
         self.stack = StreamedModel(self.model, device)
         experts = 0 if self.router_loss is None else self.router_loss.experts
-        compressed = self._compressed(frozen)
+        compressed = self._compressed(frozen, precision.dtype)
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
         records = model_records(self.stack, precision, frozen, compressed, self._kept_in_fp32())
@@ -114,7 +114,7 @@ class OpenModel(AdaptedModel):
             adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
         return fingerprint(self.shape.records, adapted)
 
-    def _compressed(self, frozen: FrozenDtype | None) -> dict[str, CompressedParameter]:
+    def _compressed(self, frozen: FrozenDtype | None, dtype: torch.dtype) -> dict[str, CompressedParameter]:
         names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
@@ -124,7 +124,8 @@ class OpenModel(AdaptedModel):
             assert source is not None
             before = self.adapters.base_names if self.adapters is not None else {}
             for name in names:
-                if (parameter := source.compressed(before.get(name, name))) is not None:
+                parameter = source.compressed(before.get(name, name))
+                if parameter is not None and parameter.is_smaller_than(dtype):
                     compressed[name] = parameter
         if frozen is FrozenDtype.CHECKPOINT and not compressed:
             where = "random weights have none" if self.checkpoint is None else f"{self.checkpoint} is not compressed"

@@ -47,6 +47,7 @@ from common.models.adapters.targets import (
     target_fused_experts,
     trained_copies,
 )
+from common.models.checkpoint.compressed.parameters import Components
 from common.models.checkpoint.export import (
     CHAT_TEMPLATE,
     NonFiniteWeights,
@@ -57,7 +58,7 @@ from common.models.checkpoint.export import (
     refuse_shadowing,
     save_tensors,
 )
-from common.models.checkpoint.gguf import keep_for_adapter, source_of
+from common.models.checkpoint.gguf import source_of
 from common.models.checkpoint.sources import WeightSource
 from common.randomness import own_random_numbers
 
@@ -266,7 +267,6 @@ class Adapters:
             base = source_of(checkpoint) or checkpoint.absolute()
             self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(base)
             copy_tokenizer_files(checkpoint, folder)
-            keep_for_adapter(checkpoint, directory)
             replaced.append(directory / CHAT_TEMPLATE)  # it would win over that in tokenizer_config.json
         self.config.inference_mode = True
         try:
@@ -388,7 +388,7 @@ class _AdaptedSource(WeightSource):
     def read_rows(self, name: str, first: int, stop: int) -> torch.Tensor:
         return self._weights.read_rows(self._adapters.base_names[name], first, stop)
 
-    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Components]:
         return self._weights.read_compressed(self._adapters.base_names[name], parts)
 
 

@@ -36,14 +36,14 @@ def check_header(file: Path) -> None:
 class _Header:
     def __init__(self, content: BinaryIO, name: str):
         self._content, self._name = content, name
-        self._order, self._elements = "<", 0
+        self._elements = 0
 
     def check(self) -> None:
         magic, version = self._take(4), self._number("I")
         if magic != b"GGUF":
             raise ValueError("it does not begin as a GGUF file")
         if version & 0xFFFF == 0:
-            self._order, version = ">", version >> 24
+            raise ValueError("its numbers are big-endian, which is not read")
         if version not in (2, 3):
             raise ValueError(f"it has version {version} of the format, and 2 and 3 are read")
         tensors = self._count("Q", _MOST_TENSORS, "tensors")
@@ -90,7 +90,7 @@ class _Header:
         return count
 
     def _number(self, scalar: str) -> Any:
-        return struct.unpack(self._order + scalar, self._take(struct.calcsize(scalar)))[0]
+        return struct.unpack(f"<{scalar}", self._take(struct.calcsize(scalar)))[0]
 
     def _take(self, nbytes: int) -> bytes:
         data = self._content.read(nbytes)

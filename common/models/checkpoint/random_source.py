@@ -13,8 +13,9 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.files import replace_file
+from common.files import copy_into, replace_file
 from common.models.checkpoint.export import copy_tokenizer_files, save_tensors
+from common.models.checkpoint.gguf_table import TABLE
 from common.models.checkpoint.shards import INDEX
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
 from common.models.meta_model import build_meta_model, unset_buffers
@@ -164,8 +165,12 @@ def write_with_new_head(checkpoint: Path, config: PreTrainedConfig, folder: Path
         )
     weights: dict[str, str] = {}
     names: dict[Path, str] = {}
-    for stored in (stored for name, stored in source.shards.files.items() if name not in source.unused):
-        weights[stored.name] = names.setdefault(stored.file, f"weights-{len(names) + 1}.safetensors")
+    if (checkpoint / TABLE).is_file():
+        copy_into(folder, checkpoint / TABLE)
+        names = {stored.file: stored.file.name for stored in source.shards.files.values()}
+    else:
+        for stored in (stored for name, stored in source.shards.files.items() if name not in source.unused):
+            weights[stored.name] = names.setdefault(stored.file, f"weights-{len(names) + 1}.safetensors")
     for file, linked in names.items():
         (folder / linked).symlink_to(file.resolve())
     save_tensors(folder / HEAD, dict(RandomSource(model, seed).read(missing)))

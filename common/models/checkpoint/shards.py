@@ -1,4 +1,4 @@
-"""Read safetensors files, and convert between a model's parameters and the tensors on disk.
+"""Read safetensors files and tensors of GGUF files, and convert between a model's parameters and the tensors on disk.
 
 Layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little-endian; the header,
 JSON with dtype, shape and byte range of every tensor; the tensors.
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 
 from common.errors import FinetuneError, UserError
 from common.files import FILE_BYTES, read_text_file
+from common.models.checkpoint.gguf_table import TABLE, GgufTable
 from common.models.checkpoint.watched import WatchedFiles
 
 
@@ -127,7 +128,7 @@ def rounding(checkpoint: Path | None, computes_in: str) -> str:
 
 
 class Shards:
-    """The safetensors files of a checkpoint directory.
+    """The safetensors files of a checkpoint directory, or the tensors of a GGUF file that it describes, as their bytes.
 
     Their headers are read, and checked against the files' sizes, when it is made.
 
@@ -140,7 +141,7 @@ class Shards:
         self.directory = directory
         self.watched = WatchedFiles(directory)
         self._opened: tuple[Path, safe_open] | tuple[None, None] = (None, None)
-        tensors: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = _gguf_tensors(directory)
         for file, expected in _shard_files(directory).items():
             header = read_header(file)
             for name in expected:
@@ -158,6 +159,8 @@ class Shards:
         The file is read, not mapped: mapped pages would count as this process's memory until the file is closed.
         """
         stored = self.files[name]
+        if stored.file.suffix == ".gguf":
+            return _read_bytes(stored, 0, stored.shape[0])
         return self._from_file(stored, lambda file: file.get_tensor(stored.name))
 
     def reads_rows(self, name: str) -> bool:
@@ -167,6 +170,8 @@ class Shards:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows ``start`` to ``stop`` of a tensor."""
         stored = self.files[name]
+        if stored.file.suffix == ".gguf":
+            return _read_bytes(stored, start, min(stop, stored.shape[0]))
         return self._from_file(stored, lambda file: file.get_slice(stored.name)[start:stop])
 
     def _from_file(self, stored: StoredTensor, read: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
@@ -177,6 +182,31 @@ class Shards:
             return read(self._opened[1])
         except (OSError, SafetensorError) as error:
             raise FinetuneError(f"Cannot read {stored.name} from {path}: {error}") from error
+
+
+def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
+    if not (directory / TABLE).is_file():
+        return {}
+    return {
+        name: StoredTensor(directory / entry.file, torch.uint8, entry.stored_shape, entry.name, entry.start)
+        for name, entry in GgufTable(directory).entries.items()
+    }
+
+
+def _read_bytes(stored: StoredTensor, first: int, stop: int) -> torch.Tensor:
+    """Read rows of a tensor of a GGUF file."""
+    rows = torch.empty((stop - first, *stored.shape[1:]), dtype=torch.uint8)
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start + first * math.prod(stored.shape[1:]))
+            missing = memoryview(rows.view(-1).numpy().data)
+            while missing and (count := file.readinto(missing)):
+                missing = missing[count:]
+    except OSError as error:
+        raise FinetuneError(f"Cannot read {stored.name} from {stored.file}: {error}") from error
+    if missing:
+        raise FinetuneError(f"{stored.file.resolve()} is truncated: it ends within {stored.name}. Download it again.")
+    return rows
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
@@ -245,6 +275,8 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
         return {directory / SINGLE: []}
     index = directory / INDEX
     if not index.is_file():
+        if (directory / TABLE).is_file():
+            return {}
         raise UserError(_no_safetensors(directory))
     files: dict[Path, list[str]] = {}
     try:

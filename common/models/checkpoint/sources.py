@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed.formats import CompressedShards
-from common.models.checkpoint.compressed.parameters import CompressedParameter, Placements
+from common.models.checkpoint.compressed.parameters import Components, CompressedParameter, Placements
 from common.models.checkpoint.shards import Conversion, StoredTensor, plan_conversions
 from common.models.meta_model import unset_buffers
 from common.models.structure import parameter_names
@@ -85,7 +85,7 @@ class WeightSource:
         """Read the persistent buffers that the source has values for."""
         return iter(())
 
-    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Components]:
         """Read the components of the tensors, or those numbered ``parts``, of a compressed parameter as stored."""
         raise NotImplementedError
 
@@ -187,7 +187,7 @@ class CheckpointSource(WeightSource):
         """Return how the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
         return next(map(self._compressed, self._sources(name)), None)
 
-    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Mapping[str, torch.Tensor]]:
+    def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Components]:
         made_from = self._made_by[self._sources(name)[0]].parts
         for index in range(len(made_from)) if parts is None else parts:
             yield self.shards.components(made_from[index][1])

@@ -7,8 +7,8 @@ from common.errors import UserError
 
 # What a model is made of: weights, configuration, tokenizer, processor, templates.
 _PATTERNS = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "token*.json", "vocab.*",
-    "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "*.tiktoken", "*.jinja",
+    "*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "adapter_config.json", "token*.json",
+    "vocab.*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "*.tiktoken", "*.jinja",
     "*processor_config.json",
 )  # fmt: skip
 
@@ -19,12 +19,12 @@ class WatchedFiles:
     """The state of the files in directories, to be taken before the first of them is read.
 
     Args:
-        directories: of checkpoints and adapters; what is no directory is left out.
+        directories: of checkpoints and adapters, or files of models; what does not exist is left out.
     """
 
     def __init__(self, *directories: str | os.PathLike[str] | None) -> None:
         paths = [Path(directory).expanduser() for directory in directories if directory]
-        self._states = {path: _states(path) for path in paths if path.is_dir()}
+        self._states = {path: _states(path) for path in paths if path.exists()}
 
     def changed(self) -> str:
         """Return a sentence about the first file that is another one now; empty if all are as they were."""
@@ -51,7 +51,8 @@ class WatchedFiles:
 def _states(directory: Path) -> dict[str, _State | None]:
     """Return the state of each file by its name: of a link, of the file that it leads to."""
     states: dict[str, _State | None] = {}
-    for path in {path for pattern in _PATTERNS for path in directory.glob(pattern)}:
+    files = [directory] if directory.is_file() else []
+    for path in {*files, *(path for pattern in _PATTERNS for path in directory.glob(pattern))}:
         try:
             status = path.stat()
             states[path.name] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

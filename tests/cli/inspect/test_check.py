@@ -9,7 +9,6 @@ import pytest
 from cli.inspect.check import MeasuredDrive, _cache_rows, drive_problems, machine_problems
 from common.files import CACHE_VARIABLE
 from common.hardware.directory_drive import Drive, drive_of
-from common.models.checkpoint.gguf import NAMED_BY
 from fuyou.planner.profiling.measure import DriveRates
 from tests.cli.conftest import Finetune
 
@@ -131,15 +130,11 @@ def test_caches_are_listed_with_their_sizes_and_what_removes_them(
     cache = tmp_path / "cache"
     monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     assert list(_cache_rows()) == [("nothing", "is cached yet")]
-    conversion, adapter = cache / "gguf/my model-1", tmp_path / "adapter"
-    conversion.mkdir(parents=True)
-    adapter.mkdir()
-    (conversion / "model.safetensors").write_bytes(bytes(3 << 20))
-    (conversion / NAMED_BY).write_text(f"{adapter}\n{tmp_path}/gone\n")
+    (cache / "gguf/my model-1").mkdir(parents=True)
+    (cache / "gguf/my model-1" / "tokenizer.json").write_bytes(bytes(3 << 20))
     (cache / "tokens").mkdir()
     rows = dict(_cache_rows())
-    assert rows["gguf"].startswith("dequantized GGUF files, 3 MiB; ")
-    assert rows[""].endswith(f"; the base of {adapter}; rm -r '{conversion}'")
+    assert rows["gguf"].startswith("configurations and tokenizers of GGUF files, 3 MiB; ")
     assert rows["tokens"].startswith("data as tokens, 0")
 
 

@@ -1,7 +1,10 @@
 """GGUF files of small models with random numbers and a tokenizer."""
 
 import json
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import (
@@ -41,8 +44,10 @@ def write_gguf(
     rope_factors: np.ndarray | None = None,
     tokenizer_fields: dict[str, str | bool] | None = None,
     merges: int | None = None,
+    kinds: Sequence[str] = ("Q8_0",),
+    split: int = 0,
 ) -> Path:
-    """Write a model of a configuration under llama.cpp's names, its matrices in 8 bits, and return the file.
+    """Write a model of a configuration under llama.cpp's names, and return the file.
 
     Args:
         fields: metadata of the family, by their names without it.
@@ -51,6 +56,8 @@ def write_gguf(
         rope_factors: content of the tensor ``rope_freqs.weight``, if there is to be one.
         tokenizer_fields: metadata of the tokenizer besides its vocabulary, by their names without ``tokenizer.ggml.``.
         merges: how many of the tokenizer's merges to write, if not all.
+        kinds: types of the matrices, one after the other.
+        split: tensors in each part of a file that is split, whose first part is returned; 0: one file.
     """
     import gguf
 
@@ -58,7 +65,8 @@ def write_gguf(
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     family = config.model_type.replace("_moe", "moe").removesuffix("_text")
     architecture = architecture or family
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
+    kind_of = cycle(kinds)
     for name, value in fields.items():
         add = {float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(f"{architecture}.{name}", value)
@@ -79,6 +87,9 @@ def write_gguf(
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1  # which these models add, and llama.cpp has in the file
         parts = {name.removesuffix(".weight"): value}
@@ -89,14 +100,34 @@ def write_gguf(
             stored = names.get_name(part)
             if drop in stored:
                 continue
-            kind = gguf.GGMLQuantizationType.Q8_0 if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(
-                f"{stored}.weight", gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), kind), raw_dtype=kind
-            )
+            kind = gguf.GGMLQuantizationType[next(kind_of) if tensor.dim() > 1 else "F32"]
+            writer.add_tensor(f"{stored}.weight", quantized(tensor.numpy(), kind), raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))[0] if split else file
+
+
+def quantized(values: np.ndarray, kind: Any) -> np.ndarray:
+    """Return values in a type of GGUF; random numbers, instead, in those that the package gguf only reads."""
+    import gguf
+
+    try:
+        return gguf.quants.quantize(np.ascontiguousarray(values), kind)
+    except NotImplementedError:
+        return random_blocks(kind, values.shape, np.random.default_rng(values.size))
+
+
+def random_blocks(kind: Any, shape: Sequence[int], generator: np.random.Generator) -> np.ndarray:
+    """Return random codes with scales for which numbers are below 1."""
+    import gguf
+
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // numbers, nbytes), dtype=np.uint8)
+    for start in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind.name, (0, 2)):
+        scales = generator.uniform(1e-5, 1e-4, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)

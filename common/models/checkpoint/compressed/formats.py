@@ -1,10 +1,13 @@
-"""Find and read the compressed tensors in a checkpoint: FP8, MXFP4, and the formats of the library compressed-tensors.
+"""Find and read the compressed tensors in a checkpoint: FP8, MXFP4, the formats of the library compressed-tensors, and
+GGUF types.
 
 The ``quantization_config`` in config.json says which tensors to look for. Which weights are compressed, the files say:
-one without scales next to it (``modules_to_not_convert``, ``ignore``) is a plain one.
+one without scales next to it (``modules_to_not_convert``, ``ignore``) is a plain one. Of GGUF files, their table says
+it (:mod:`common.models.checkpoint.gguf_table`).
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.files import read_text_file
+from common.models.checkpoint.compressed.blocks import BLOCKS
 from common.models.checkpoint.compressed.tensors import ROLES, Component, CompressedTensor
+from common.models.checkpoint.gguf_table import TABLE, GgufEntry, GgufTable, model_order
 from common.models.checkpoint.shards import Shards, StoredTensor
 
 # Kind of codes of tensors that hold one number in a byte, by their dtype.
@@ -231,15 +236,36 @@ class CompressedTensors:
         return {}
 
 
+class Gguf:
+    """Types of GGUF: blocks of numbers that lie side by side in a row, with their scales between the codes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.table = GgufTable(directory)
+        kinds = {entry.kind for entry in self.table.entries.values() if len(entry.shape) > 1}
+        self.name = f"GGUF ({', '.join(sorted(kinds))})"
+        self.others = ", ".join(sorted(kinds - BLOCKS.keys()))  # Types that are not kept in their bytes
+
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
+        """Find every tensor that is kept in its bytes, by the name that it would have if it were a plain one."""
+        for name, entry in self.table.entries.items():
+            if not entry.becomes and entry.kind in BLOCKS:
+                block, names = (1, BLOCKS[entry.kind].numbers), {"codes": name}
+                components = components_of(names, shards)
+                tensor = CompressedTensor(entry.kind, entry.shape, block, torch.float32, components, entry.transposed)
+                yield found(name, names, shards, tensor)
+
+
 METHODS = {method.name: method for method in (Fp8, Mxfp4, CompressedTensors)}
 """Methods of compression, by their names in config.json."""
 
-Method = Fp8 | Mxfp4 | CompressedTensors
+Method = Fp8 | Mxfp4 | CompressedTensors | Gguf
 KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
 
 
 def method_of(directory: Path) -> Method | None:
     """Return how the checkpoint in a directory is compressed, by its config.json; None if it is not."""
+    if (directory / TABLE).is_file():
+        return Gguf(directory)
     try:
         content = json.loads(read_text_file(directory / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -283,6 +309,9 @@ def _method(settings: Mapping[str, Any], name: str) -> Method:
     )
 
 
+SPAN_BYTES = 16 << 20  # Bytes of a compressed tensor that are read at once
+
+
 class CompressedShards(Shards):
     """A checkpoint's safetensors files, some of whose tensors are compressed.
 
@@ -306,36 +335,75 @@ class CompressedShards(Shards):
         for name, entry in self.compressed.items():
             codes = self.files[entry.names["codes"]]
             self.tensors[name] = StoredTensor(codes.file, entry.tensor.dtype, entry.tensor.model_shape, codes.name)
+        for name, converted in self._gguf.items():
+            if name not in self.compressed:
+                self.tensors[name] = StoredTensor(self.files[name].file, torch.float32, converted.model_shape, name)
+
+    @property
+    def _gguf(self) -> Mapping[str, GgufEntry]:
+        return self.method.table.entries if isinstance(self.method, Gguf) else {}
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantized."""
-        entry = self.compressed.get(name)
-        return super().read(name) if entry is None else _decoded(entry.tensor, self.components(name))
+        stored = self.compressed.get(name)
+        if stored is not None:
+            return _decoded(stored.tensor, {role: self._read_stored(part) for role, part in stored.names.items()})
+        return self._converted(name, self._read_stored(name))
 
     def reads_rows(self, name: str) -> bool:
-        """Return whether :meth:`read_rows` reads no more than these rows: of a compressed matrix it does."""
-        entry = self.compressed.get(name)
-        return super().reads_rows(name) if entry is None else entry.tensor.matrices(0, 1) is not None
+        """Return whether :meth:`read_rows` reads no more than these rows: of most compressed matrices it does."""
+        stored = self.compressed.get(name)
+        if stored is not None:
+            return stored.tensor.part(0, 1) is not None
+        return super().reads_rows(name) and (name not in self._gguf or self._gguf[name].is_by_rows)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of a tensor, as :meth:`Shards.read_rows`; all of a compressed matrix is read."""
-        entry = self.compressed.get(name)
-        if entry is None:
-            return super().read_rows(name, start, stop)
-        some = entry.tensor.matrices(start, stop)
-        if some is None:
+        """Read rows of a tensor, as :meth:`Shards.read_rows`; all of some compressed matrices is read."""
+        if not self.reads_rows(name):
             return self.read(name)[start:stop]
-        read, read_rows = super().read, super().read_rows
+        stored = self.compressed.get(name)
+        if stored is None:
+            return self._converted(name, self._read_stored(name, start, stop))
         parts = {
-            role: read(stored) if role == "global_scale" else read_rows(stored, start, stop)
-            for role, stored in entry.names.items()
+            role: self._read_stored(part) if role == "global_scale" else self._read_stored(part, start, stop)
+            for role, part in stored.names.items()
         }
+        some = stored.tensor.part(start, stop)
+        assert some is not None, name
         return _decoded(some, parts)
 
-    def components(self, name: str) -> dict[str, torch.Tensor]:
-        """Read the components of a compressed tensor as they are in the files, by their roles."""
-        read = super().read  # which knows nothing of what is compressed
-        return {role: read(stored) for role, stored in self.compressed[name].names.items()}
+    def components(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Read the components of a compressed tensor as they are in the files, in the model's order of rows.
+
+        Yields:
+            Role, first byte in the component, and values: some rows, of about :data:`SPAN_BYTES`.
+        """
+        stored = self.compressed[name]
+        for component in stored.tensor.components:
+            part = stored.names[component.role]
+            rows, position = math.prod(component.shape[:1]), 0
+            step = max(1, SPAN_BYTES * rows // max(1, component.nbytes))
+            for start in range(0, rows, step):
+                stop = min(start + step, rows) if component.shape else None
+                values = self._read_stored(part, start, stop)
+                yield component.role, position, values
+                position += values.nbytes
+
+    def _converted(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.method, Gguf) and name in self._gguf:
+            return self.method.table.numbers(name, stored)
+        return stored
+
+    def _read_stored(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read rows of a tensor as they are in the files, in the model's order; ``stop`` None: all of it."""
+        heads = self._gguf[name].heads if name in self._gguf else 0
+        if not heads:
+            return super().read(name) if stop is None else super().read_rows(name, start, stop)
+        height = self.files[name].shape[0] // heads
+        stop = heads * height if stop is None else stop
+        first, last = start // height, -(-stop // height)  # heads: the order differs inside each
+        rows = super().read_rows(name, first * height, last * height)
+        return model_order(rows, last - first)[start - first * height : stop - first * height]
 
 
 def _decoded(tensor: CompressedTensor, components: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ where whole tensors go, if it is alike for two different sizes.
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -93,6 +93,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+# Parts of a compressed tensor's components: role, first byte in the component, and values
+Components = Iterable[tuple[str, int, torch.Tensor]]
 ALIGN = 128  # Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device
 
 
@@ -135,6 +137,10 @@ class CompressedParameter:
             self, offsets=offsets, parts=tuple(self.parts[index] if self.parts else index for index in inside)
         )
 
+    def is_smaller_than(self, dtype: torch.dtype) -> bool:
+        """Return whether its bytes are fewer than those of its numbers in ``dtype``."""
+        return self.tensor.nbytes < self.tensor.numel * dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         return len(self.offsets) * self._part_nbytes
@@ -143,11 +149,12 @@ class CompressedParameter:
     def numel(self) -> int:
         return len(self.offsets) * self.tensor.numel
 
-    def encode(self, parts: Iterable[Mapping[str, torch.Tensor]], payload: torch.Tensor) -> None:
+    def encode(self, parts: Iterable[Components], payload: torch.Tensor) -> None:
         """Copy the components of all parts, as they are in the files, to ``payload`` ``uint8 [nbytes]``."""
         for components, views in zip(parts, self._views(payload), strict=True):
-            for role, view in views.items():
-                view.copy_(components[role].reshape(-1).view(torch.uint8))
+            for role, start, values in components:
+                stored = values.reshape(-1).view(torch.uint8)
+                views[role][start : start + stored.numel()].copy_(stored)
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Write the parameter's numbers to ``flat`` ``[numel]``; see :meth:`CompressedTensor.decode`."""

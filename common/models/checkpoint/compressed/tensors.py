@@ -1,6 +1,7 @@
 """Decode tensors that are written as codes of a few bits with a scale for each block of them.
 
-One rule covers all formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
+GGUF types have their scales between the codes (:mod:`common.models.checkpoint.compressed.blocks`). One rule covers all
+other formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
 :attr:`CompressedTensor.dtype`. The result is, bit for bit, that of the formats' own libraries:
 
 * FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from common.hardware import kernels_of
+from common.models.checkpoint.compressed.blocks import BLOCKS
 from common.models.checkpoint.shards import DTYPES
 from common.quantization import fuses, run_fused
 
@@ -68,7 +70,7 @@ class Component:
 class CompressedTensor:
     """The format of a compressed tensor."""
 
-    codes: str  # Kind of the codes, a key of :data:`TABLES`
+    codes: str  # Kind of the codes, a key of :data:`TABLES` or :data:`BLOCKS`
     shape: tuple[int, ...]  # Shape of the numbers, ``[..., rows, columns]``; codes of a row lie side by side
     block: tuple[int, int]  # Rows and columns that share a scale; blocks at the edges may be smaller
     dtype: torch.dtype  # Dtype of the numbers
@@ -80,12 +82,17 @@ class CompressedTensor:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        return sum(component.nbytes for component in self.components)
+
+    @property
     def model_shape(self) -> tuple[int, ...]:
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
-    def matrices(self, first: int, stop: int) -> "CompressedTensor | None":
-        """Return the format of matrices ``[first, stop)``; None if there is one, or a component has them elsewhere."""
-        if len(self.shape) < 3:
+    def part(self, first: int, stop: int) -> "CompressedTensor | None":
+        """Return the format of matrices ``[first, stop)``, or of rows of a single one; None if a component has them
+        elsewhere."""
+        if len(self.shape) < 3 and (self.transposed or self.codes not in BLOCKS):
             return None
         components = []
         for component in self.components:
@@ -99,6 +106,10 @@ class CompressedTensor:
     def problem(self) -> str | None:
         """Describe which component does not fit the others; None: all fit."""
         *leading, rows, columns = self.shape
+        if self.codes in BLOCKS:
+            (stored,) = self.components
+            nbytes = BLOCKS[self.codes].row_nbytes(columns)
+            return None if stored.shape == (*leading, rows, nbytes) else f"{columns} columns are no whole blocks"
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         per_byte = TABLES[self.codes].shape[1]
         for component in self.components:
@@ -131,10 +142,13 @@ class CompressedTensor:
         *leading, rows, columns = self.shape
         count, grid_columns = math.prod(leading), -(-columns // self.block[1])
         codes = components["codes"].reshape(count, rows, -1).view(torch.uint8)
-        scales = components["scale"].reshape(count, -1, grid_columns)
+        if self.codes in BLOCKS:
+            scales, table = codes[..., :0], codes[..., :0]  # both are in the blocks
+        else:
+            scales, table = components["scale"].reshape(count, -1, grid_columns), _numbers(self.codes, out.device)
         zeros = self._zero_points(components, count, grid_columns)
         divisor = components["global_scale"].float().reshape(()) if "global_scale" in components else None
-        table, settings = _numbers(self.codes, out.device), (self.block, self.dtype)
+        settings = self.codes, self.block, self.dtype
         if len(leading) < 2 and fuses(out.device):
             whole = out.view(count, rows, columns)
             run_fused(_decode, out.device, table, codes, scales, zeros, divisor, 0, *settings, whole)
@@ -181,12 +195,17 @@ def _decode(
     zeros: torch.Tensor | None,
     divisor: torch.Tensor | None,
     first: int,
+    kind: str,
     block: tuple[int, int],
     dtype: torch.dtype,
     out: torch.Tensor,
 ) -> None:
     """Decode rows from ``first`` on of some matrices to ``out`` ``[count, rows, columns]``."""
     _, rows, columns = out.shape
+    if kind in BLOCKS:
+        blocks = codes.unflatten(-1, (-1, BLOCKS[kind].nbytes))
+        out.copy_(BLOCKS[kind].decode(blocks).flatten(-2))
+        return
     row = torch.arange(first, first + rows, device=out.device) // block[0]
     column = torch.arange(columns, device=out.device) // block[1]
     numbers = table[codes.int()].flatten(-2)[..., :columns]

@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,12 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.errors import UserError
+from common.errors import FinetuneError, UserError
 from common.files import CACHE_VARIABLE
 from common.models.checkpoint import gguf
-from common.models.checkpoint.gguf import dequantized
+from common.models.checkpoint.gguf import described
+from common.models.checkpoint.gguf_table import TABLE
+from common.models.checkpoint.random_source import classifier_config, write_with_new_head
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
@@ -49,26 +50,24 @@ def test_weights_are_those_that_transformers_reads(family: str, tmp_path: Path) 
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
     for name, value in source.read(list(source.shapes)):
         assert torch.equal(value, expected[name]), name
-    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.chat_template and tokenizer.eos_token_id == 2
 
-    weights = directory / "model.safetensors"
-    written = weights.stat().st_mtime_ns
-    assert load_config(tmp_path / "model.gguf")[1] == directory and weights.stat().st_mtime_ns == written
+    written = (directory / TABLE).stat().st_mtime_ns
+    assert load_config(tmp_path / "model.gguf")[1] == directory == load_config(directory)[1]
+    assert (directory / TABLE).stat().st_mtime_ns == written
 
 
-def test_a_damaged_or_unfinished_conversion_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_or_unfinished_description_is_made_again(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
-    directory = dequantized(file)
+    directory = described(file)
     names = sorted(path.name for path in directory.iterdir())
     assert (directory / "tokenizer.json").stat().st_size
-    for name in ("tokenizer.json", "model.safetensors", "config.json", gguf.SOURCE):
+    for name in ("tokenizer.json", TABLE, "config.json", gguf.SOURCE):
         whole = (directory / name).read_bytes()
         (directory / name).write_bytes(b"")  # as after a power cut
-        (directory / "model-00007-of-00009.safetensors").write_bytes(b"")  # a killed conversion's
-        assert dequantized(file) == directory
+        (directory / "model.safetensors").write_bytes(b"")  # an earlier version's
+        assert described(file) == directory
         assert (directory / name).read_bytes() == whole
         assert sorted(path.name for path in directory.iterdir()) == names
 
@@ -78,49 +77,76 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, mon
     other = write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS)
     write = gguf._write
 
-    def replaced(source: Path, directory: Path) -> None:
-        write(source, directory)
-        other.replace(source)
+    def replaced(parts: list[Path], directory: Path) -> None:
+        write(parts, directory)
+        other.replace(parts[0])
 
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "_write", replaced)
         with pytest.raises(UserError, match=r"model.gguf was changed or replaced while it was read"):
-            dequantized(file)
-    assert (dequantized(file) / "config.json").is_file()
+            described(file)
+    assert (described(file) / "config.json").is_file()
 
 
-def test_conversions_of_what_a_file_held_before_go_unless_they_are_needed(tmp_path: Path) -> None:
+def test_a_file_that_is_split_is_read_as_one(tmp_path: Path) -> None:
+    """The head is not in the part with the metadata."""
+    config = FAMILIES["llama"][0]
+    whole = write_gguf(tmp_path / "whole.gguf", config, FIELDS)
+    first = write_gguf(tmp_path / "parts" / "model.gguf", config, FIELDS, split=6)
+    assert len(list(first.parent.glob("*.gguf"))) == 4
+    values = []
+    for path in (whole, first, first.parent):
+        read, directory = load_config(path)
+        assert directory is not None and not read.tie_word_embeddings
+        source = CheckpointSource(directory, build_meta_model(read))
+        source.check()
+        values.append(dict(source.read(list(source.shapes))))
+    assert all(torch.equal(value, other[name]) for name, value in values[0].items() for other in values[1:])
+    (first.parent / "model-00003-of-00004.gguf").unlink()
+    with pytest.raises(UserError, match=r"model-00003-of-00004\.gguf is missing"):
+        load_config(first)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4"])
+def test_types_that_are_not_kept_are_read(kind: str, tmp_path: Path) -> None:
+    read, directory = load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS, kinds=(kind,)))
+    assert directory is not None
+    source = CheckpointSource(directory, build_meta_model(read))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).state_dict()
+    for name, value in source.read(list(source.shapes)):
+        assert torch.equal(value, expected[name]), name
+        if value.dim() == 2:
+            assert source.reads_rows(name) and torch.equal(source.read_rows(name, 1, 19), value[1:19]), name
+            assert source.compressed(name) is None
+
+
+def test_a_file_that_is_cut_or_damaged(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
-    other = dequantized(write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS))
-    conversions = []
+    directory = described(file)
+    source = CheckpointSource(directory, build_meta_model(load_config(file)[0]))
+    os.truncate(file, file.stat().st_size - 1000)
+    with pytest.raises(FinetuneError, match=r"model\.gguf is truncated: it ends within"):
+        list(source.read(list(source.shapes)))
+    with pytest.raises(UserError, match=r"model\.gguf"):
+        described(file)
+    (directory / TABLE).write_text("{")
+    with pytest.raises(FinetuneError, match=rf"{TABLE} is damaged"):
+        CheckpointSource(directory, source.model)
 
-    def convert_changed() -> None:
-        os.utime(file, ns=(0, len(conversions)))
-        conversions.append(dequantized(file))
 
-    def present() -> list[bool]:
-        return [path.is_dir() for path in conversions]
-
-    convert_changed()
-    convert_changed()
-    assert present() == [True, True]  # both are in use by this process
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    for _ in range(2):
-        gguf.keep_for_adapter(conversions[0], adapter)
-    assert gguf.adapters_of(conversions[0]) == [str(adapter)]
-    assert gguf.source_of(conversions[0]) == file and gguf.source_of(tmp_path) is None
-    for lock in gguf._held.values():  # as if these processes had ended
-        lock.close()
-    gguf._held.clear()
-    convert_changed()
-    assert present() == [True, False, True]
-    shutil.rmtree(adapter)
-    convert_changed()
-    assert present() == [False, False, True, True] and other.is_dir()
-    gguf.keep_for_adapter(tmp_path, adapter)  # no conversion
-    assert not (tmp_path / gguf.NAMED_BY).exists()
+def test_a_new_head_next_to_the_weights_of_a_file(tmp_path: Path) -> None:
+    read, directory = load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS))
+    assert directory is not None
+    (tmp_path / "classifier").mkdir()
+    write_with_new_head(directory, classifier_config(read, ["a", "b", "c"], None), tmp_path / "classifier", seed=0)
+    config, folder = load_config(tmp_path / "classifier")
+    assert folder is not None
+    source = CheckpointSource(folder, build_meta_model(config))
+    source.check()
+    assert dict(source.read(["score.weight"]))["score.weight"].shape == (3, 32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = CheckpointSource(directory, build_meta_model(read)).read([name])
+    assert torch.equal(dict(source.read([name]))[name], dict(before)[name])
 
 
 def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
@@ -142,7 +168,9 @@ def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
 
 def check_loss(written: PreTrainedConfig, directory: Path | None) -> None:
     """The loss is that of the model that was written, with the weights that were read; unscaled it is another."""
-    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert directory is not None
+    loaded = AutoModelForCausalLM.from_config(load_config(directory)[0])
+    loaded.load_state_dict(dict(CheckpointSource(directory, loaded).read(list(loaded.state_dict()))))
     ids = torch.arange(60)[None] % 30
 
     def loss(config: PreTrainedConfig) -> float:
@@ -239,6 +267,7 @@ HOSTILE = {
     "end": (header(key(9, struct.pack("<IQ", 8, 9))), "it ends within its header"),
     "kind": (header(key(99, b"")), "unknown type 99"),
     "version": (b"GGUF" + struct.pack("<I", 77), "version 77"),
+    "order": (b"GGUF" + struct.pack(">I", 3), "big-endian"),
 }
 
 
@@ -277,7 +306,7 @@ def test_metadata_without_an_effect_are_no_obstacle(tmp_path: Path) -> None:
     load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS | nothing))
 
 
-def test_conversions_that_were_exchanged_are_made_again(tmp_path: Path) -> None:
+def test_descriptions_that_were_exchanged_are_made_again(tmp_path: Path) -> None:
     config = FAMILIES["llama"][0]
     files = [write_gguf(tmp_path / f"{name}.gguf", config, FIELDS | {"rope.freq_base": base})
              for name, base in (("a", 1e4), ("b", 2e4))]  # fmt: skip
@@ -289,23 +318,10 @@ def test_conversions_that_were_exchanged_are_made_again(tmp_path: Path) -> None:
     assert [load_config(file)[0].rope_parameters["rope_theta"] for file in files] == [1e4, 2e4]
 
 
-@pytest.mark.parametrize("checked", [1 << 20, 0])
-def test_conversions_whose_weights_were_damaged_are_made_again(
-    checked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of large files, a sample is compared."""
-    monkeypatch.setattr("common.models.checkpoint.gguf._CHECKED_BYTES", checked)
-    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
-    weights = dequantized(file) / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-    assert (dequantized(file) / "model.safetensors").read_bytes() == content
-
-
 def _tokenizer(folder: Path, fields: dict[str, str | bool], merges: int | None = None) -> PreTrainedTokenizerBase:
     """Return the tokenizer that a result has, of a GGUF file with these metadata of its tokenizer."""
     file = write_gguf(folder / "model.gguf", FAMILIES["llama"][0], FIELDS, tokenizer_fields=fields, merges=merges)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(dequantized(file))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(described(file))
     return tokenizer
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from common.errors import UserError
+from common.models.checkpoint.compressed import formats
 from common.models.checkpoint.compressed.parameters import Placements
 from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.sources import CheckpointSource
@@ -63,16 +64,31 @@ def test_equals_a_plain_checkpoint_with_the_same_numbers(family: str, method: st
     if family != "llama":
         assert any("experts" in name for name in kept)
     for name in kept:  # there and back in its own bytes
-        parameter, value, parts = source.compressed(name), found[name], list(source.read_compressed(name))
+        parameter, value = source.compressed(name), found[name]
+        parts = [list(part) for part in source.read_compressed(name)]
         assert parameter.numel == value.numel()
         assert pickle.loads(pickle.dumps(parameter)) == parameter, "as the optimizer process gets it"
         payload = torch.zeros(parameter.nbytes, dtype=torch.uint8)
         parameter.encode(parts, payload)
-        files = sum(component.nbytes for part in parts for component in part.values())
+        files = sum(values.nbytes for part in parts for _, _, values in part)
         assert files <= parameter.nbytes < files + 3 * 128 * len(parameter.offsets)
         flat = torch.full((value.numel(),), torch.nan, dtype=torch.bfloat16)
         parameter.decode(payload, flat)
         assert torch.equal(flat, value.flatten().bfloat16()), name
+
+
+def test_bytes_are_read_in_ranges_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = compressed(tmp_path, "deepseek_v3", "fp8")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    payloads = []
+    for span in (1 << 20, 300):
+        monkeypatch.setattr(formats, "SPAN_BYTES", span)
+        source = source_of(directory)
+        parameter, parts = source.compressed(name), [list(part) for part in source.read_compressed(name)]
+        assert all(values.nbytes <= span for part in parts for _, _, values in part)
+        payloads.append(torch.zeros(parameter.nbytes, dtype=torch.uint8))
+        parameter.encode(parts, payloads[-1])
+    assert torch.equal(*payloads) and payloads[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
