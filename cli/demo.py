@@ -176,12 +176,14 @@ def write_checkpoint(directory: Path) -> None:
 def answers(doing: str, checkpoint: Path, adapter: Path | None = None) -> list[str]:
     """Return a chat model's likeliest answers to the questions, each on one line."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from common.models.checkpoint.in_memory import load_in_memory
 
     said = []
     with warnings.catch_warnings(action="ignore"), activity(doing, announced=True):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True)
+        model, _ = load_in_memory(checkpoint)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, str(adapter))
         for question in QUESTIONS:

@@ -1,12 +1,13 @@
 """Chat with a saved model in memory, through transformers: lines from standard input, answers as they are generated."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, TextStreamer
+from transformers import PreTrainedConfig, TextStreamer
 
 from cli.job.inputs import check_whole
 from cli.options.settings import Settings
@@ -17,7 +18,9 @@ from common.hardware.machine import memory_available_bytes
 from common.limits import LimitExceeded
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.companions import Companions
+from common.models.checkpoint.compressed.formats import CompressedShards
 from common.models.checkpoint.export import first_nonfinite
+from common.models.checkpoint.in_memory import load_in_memory
 from common.models.checkpoint.watched import WatchedFiles
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
@@ -85,7 +88,8 @@ def _tokenizer(companions: Companions, config: PreTrainedConfig) -> Any:
 
 
 def _model(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
-    need = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    tensors = CompressedShards(checkpoint).tensors.values()
+    need = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors)
     on_gpu = torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]
     if not on_gpu and need > memory_available_bytes():
         raise UserError(
@@ -93,11 +97,8 @@ def _model(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
             "free: chat needs all of it in memory."
         )
     device = "cuda" if on_gpu else "cpu"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype="auto", local_files_only=True, output_loading_info=True
-    )
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):  # transformers gives them random values
+    model, missing = load_in_memory(checkpoint)
+    if missing:  # transformers gives them random values
         raise UserError(f"{checkpoint} lacks {missing[0]}: copy or download the model again.")
     _check_finite(model, checkpoint)
     model = model.to(device)

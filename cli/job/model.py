@@ -181,7 +181,8 @@ class ModelChoice:
     def _check_base(self, checkpoint: Path, outputs: Outputs) -> None:
         """Refuse to continue with other weights than those that the run's own model is made of."""
         links = outputs.links(BASE)
-        contents = {content_digest(file) for file in checkpoint.glob("*.safetensors")} if links else set()
+        files = [file for pattern in ("*.safetensors", "*.gguf") for file in checkpoint.glob(pattern)] if links else []
+        contents = {content_digest(file) for file in files}
         for target, content in links.items():
             if content and content not in contents:
                 raise UserError(

@@ -199,7 +199,7 @@ def _read_bytes(stored: StoredTensor, first: int, stop: int) -> torch.Tensor:
     try:
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.start + first * math.prod(stored.shape[1:]))
-            missing = memoryview(rows.view(-1).numpy().data)
+            missing = rows.view(-1).numpy().data
             while missing and (count := file.readinto(missing)):
                 missing = missing[count:]
     except OSError as error:

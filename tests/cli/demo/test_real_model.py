@@ -14,12 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import fuyou
 from cli.demo import CHATS, smollm2
 from cli.main import main
 from common.errors import UserError
+from common.models.checkpoint.in_memory import load_in_memory
 from common.models.presets import load_config
 from tests.helpers.command.histories import losses as losses_of
 from tests.helpers.processes.pairs import Pair
@@ -81,7 +82,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(adapts: bool, checkpoint: Path, 
     ids = [token for record in real_chats() for token in tokens_of(tokenizer, record["messages"])]
     feed, rate = torch.tensor(ids[: 20 * 32]).view(20, 1, 32), 2e-4 if adapts else 1e-5
     adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
+    plain = load_in_memory(checkpoint)[0].train()
     if adapters is not None:
         torch.manual_seed(0)
         plain = get_peft_model(plain, adapters)
@@ -117,7 +118,7 @@ class Verdict(NamedTuple):
 def judge(checkpoint: Path, adapter: Path | None = None) -> Verdict:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model: Any = load_in_memory(checkpoint)[0]
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
     losses = {}
@@ -200,7 +201,7 @@ def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Pat
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     torch.manual_seed(0)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), lora)
+    plain = get_peft_model(load_in_memory(checkpoint)[0], lora)
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=5e-4, weight_decay=0.0)
 
     def log_probability(record: dict[str, Any], side: str) -> torch.Tensor:
