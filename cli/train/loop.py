@@ -25,6 +25,8 @@ from common.activity import activity
 from common.data import Batches
 from common.errors import UserError
 from common.files import replace_file
+from common.models.adapters.gguf_adapter import FILE as GGUF_ADAPTER
+from common.models.checkpoint.gguf import source_of
 from common.models.generation import write_stops
 from common.units import counted, format_count
 from fuyou.model.loss.cross_entropy import targets_of
@@ -516,8 +518,23 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
         loads = "PeftModel" if job.model.adapters is not None else job.model.task_type.auto_class
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"
         if job.model.adapters is not None and job.checkpoint is not None:
-            words = ["finetune", "export", "--model", job.checkpoint, "--adapter", job.output, "--output", "DIR"]
+            file = source_of(job.checkpoint)
+            words = [
+                "finetune",
+                "export",
+                "--model",
+                file or job.checkpoint,
+                "--adapter",
+                job.output,
+                "--output",
+                "DIR",
+            ]
             lines["to merge"] = shlex.join(map(str, words))
+            obstacle = job.model.adapters.gguf.obstacle
+            if not obstacle:
+                lines["gguf"] = f"{job.output / GGUF_ADAPTER}, for llama-cli --lora, and ADAPTER in an Ollama Modelfile"
+            elif file is not None:
+                lines["gguf"] = f"no adapter for llama.cpp: {obstacle}"
             if job.engine.weights.frozen_dtype in ("int8", "nf4"):
                 lines["note"] = (
                     f"the losses are those of weights in {job.engine.weights.frozen_dtype}; a merge takes the "

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 from common.hub import snapshot_name
 from common.models.adapters.default_targets import has_routed_experts, settle_targets
+from common.models.adapters.gguf_adapter import FILE as GGUF
+from common.models.adapters.gguf_adapter import GgufAdapter
 from common.models.adapters.options import (
     ALL_LINEAR,
     BASE,
@@ -101,6 +103,7 @@ class Adapters:
         check_supported(config)
         assert isinstance(config, LoraConfig)
         self.model, self.config, self.base = model, config, ""
+        self._config, self._prefix = model.config, model.base_model_prefix
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
         self._dtype = model.dtype
@@ -191,6 +194,12 @@ class Adapters:
         result: dict[str, Any] = json.loads(json.dumps(changed, default=sorted, sort_keys=True))
         return result
 
+    @cached_property
+    def gguf(self) -> GgufAdapter:
+        """The adapters as llama.cpp has them."""
+        names = {now: before for aliases in self._aliases.values() for now, before in aliases.items()}
+        return GgufAdapter(self.model, self._config, self._prefix, names, self.trainable_names)
+
     def source(self, weights: WeightSource) -> WeightSource:
         """Return a source of ``weights`` (of the model before) and the adapters' initial values, by their names now."""
         return _AdaptedSource(self, weights)
@@ -262,7 +271,9 @@ class Adapters:
         refuse_shadowing(directory, "config.json", "transformers would load weights that the adapter was not made for")
         state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
-        replaced = [directory / CONFIG]  # an older adapter's may not fit the new weights
+        replaced = [directory / CONFIG, directory / GGUF]  # an older adapter's may not fit the new weights
+        if not self.gguf.obstacle:
+            self.gguf.write(folder / GGUF, values)
         if checkpoint is not None:
             base = source_of(checkpoint) or checkpoint.absolute()
             self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(base)

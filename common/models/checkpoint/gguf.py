@@ -12,13 +12,11 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from common.activity import activity
@@ -26,7 +24,7 @@ from common.errors import UserError, on_one_line
 from common.files import CACHE_VARIABLE, cache_directory, replace_file, sync_tree
 from common.models.checkpoint.gguf_header import check_header
 from common.models.checkpoint.gguf_metadata import ROPE_FACTORS, apply_metadata, apply_rope_factors
-from common.models.checkpoint.gguf_table import TABLE, GgufEntry, model_order, processor_of
+from common.models.checkpoint.gguf_table import TABLE, GgufEntry, gguf_names, order_of, processor_of
 from common.models.checkpoint.gguf_tokenizer import read_tokenizer
 from common.models.checkpoint.shards import plan_conversions, to_disk
 from common.models.generation import FILE as GENERATION
@@ -156,14 +154,10 @@ def _table(
 ) -> dict[str, GgufEntry]:
     """Return the tensors by the names that a checkpoint of the model has for them."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
     processor = processor_of(architecture, config)
-    targets: dict[str, str] = {}
-    for part, prefix in ((model.base_model, f"{model.base_model_prefix}."), (model, "")):
-        # Without submodules, for each of which transformers would make gguf's table of names again.
-        flat = SimpleNamespace(config=model.config, state_dict=part.state_dict, named_children=list)
-        targets |= gguf_utils.get_gguf_hf_weights_map(flat, processor, qual_name=prefix)
+    prefix = model.base_model_prefix
+    targets = gguf_names(architecture, model.config, model.state_dict(), prefix, processor)
     first = {alias: names[0] for names in parameter_names(model) for alias in names}
     groups: dict[str, list[tuple[str, Any]]] = defaultdict(list)
     for file, tensor in tensors:
@@ -180,7 +174,7 @@ def _table(
     stored = stored_names(model)
     meta = to_disk(model, {stored[name]: parameter.data for name, parameter in model.named_parameters()})
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
-    gguf_names = get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    expert_names = get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
     table = {}
     for conversion in plan_conversions(model, meta)[0]:
         group = groups[first[conversion.target]]
@@ -193,7 +187,7 @@ def _table(
             expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*?)(?:\.weight)?", name)
             if expert is None:
                 raise ValueError(f"it has {group[0][1].name} where the model has {name}")
-            file, tensor = by_name[gguf_names.get_name(f"{expert[1]}.{expert[3]}")]
+            file, tensor = by_name[expert_names.get_name(f"{expert[1]}.{expert[3]}")]
             table[name] = _expert(file, tensor, int(expert[2]), tuple(meta[name].shape))
     return table
 
@@ -211,23 +205,10 @@ def _expert(file: str, tensor: Any, number: int, shape: tuple[int, ...]) -> Gguf
     return replace(whole, start=whole.start + number * shape[0] * whole.row_nbytes, shape=shape)
 
 
-def _entry(file: str, tensor: Any, shape: tuple[int, ...], processor: Any, config: Mapping[str, Any]) -> GgufEntry:
-    """Describe a tensor that becomes a parameter of this shape: by what transformers makes of a matrix with as many
-    rows, each of which has other numbers."""
+def _entry(file: str, tensor: Any, shape: tuple[int, ...], processor: Any, config: dict[str, Any]) -> GgufEntry:
+    """Describe a tensor that becomes a parameter of this shape."""
     entry = _whole(file, tensor)
-    rows = entry.shape[0]
-    numbers = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
-    result: Any = None
-    if len(entry.shape) == len(shape) == 2:
-        with contextlib.suppress(Exception):  # it needs all columns
-            parsed: dict[str, Any] = {"tensors": {}}
-            result = processor.process(numbers, tensor.name, tensor_key_mapping={}, parsed_parameters=parsed).weights
-    if np.array_equal(result, numbers) and entry.shape == shape:
-        return entry
-    if np.array_equal(result, numbers.T) and entry.shape[::-1] == shape:
-        return replace(entry, transposed=True)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = config.get(name)
-        if heads and rows % (2 * heads) == 0 and np.array_equal(result, model_order(numbers, heads)):
-            return replace(entry, heads=heads)
-    return replace(entry, becomes=shape)
+    order = order_of(processor, tensor.name, shape, config) if len(entry.shape) == len(shape) == 2 else None
+    if order is None or entry.shape != (shape[::-1] if order.transposed else shape):
+        return replace(entry, becomes=shape)
+    return replace(entry, heads=order.heads, transposed=order.transposed)

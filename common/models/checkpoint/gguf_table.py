@@ -5,19 +5,25 @@ where they are, and links next to the table lead there.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 from common.errors import FinetuneError
 from common.files import FILE_BYTES, read_text_file
 from common.models.names import GGUF_TABLE as TABLE
+
+_SUPPORTED = gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
+_ARCHITECTURES = {"mistral": "llama", "cohere": "command-r"}  # llama.cpp's names that are no spelling of the family's
+_REORDERED = ("falcon", "deci")  # Families whose rows llama.cpp reorders, which transformers does not undo
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class GgufEntry:
 def model_order(rows: Any, heads: int) -> Any:
     """Return rows of whole heads, which llama.cpp permutes for its rotary embeddings, in the order of the model."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def file_order(rows: Any, heads: int) -> Any:
+    """Undo :func:`model_order`."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 class GgufTable:
@@ -107,3 +118,64 @@ class GgufTable:
 def processor_of(architecture: str, config: dict[str, Any]) -> Any:
     """Return what transformers computes a model's tensors with."""
     return gguf_utils.TENSOR_PROCESSORS.get(architecture, gguf_utils.TensorProcessor)(config=config)
+
+
+def gguf_names(
+    architecture: str, config: PreTrainedConfig, names: Iterable[str], prefix: str, processor: Any
+) -> dict[str, str]:
+    """Return parameters' names by those of the tensors of a GGUF file that make them.
+
+    Args:
+        names: names of all parameters.
+        prefix: beginning of the names of what is below the model's head.
+    """
+    result: dict[str, str] = {}
+    names = list(names)
+    for before in (f"{prefix}.", ""):
+        inside = {name.removeprefix(before): None for name in names if name.startswith(before)}
+        # Without submodules, for each of which transformers would make gguf's table of names again.
+        flat = SimpleNamespace(config=config, state_dict=lambda inside=inside: inside, named_children=list)
+        result |= gguf_utils.get_gguf_hf_weights_map(flat, processor, architecture, qual_name=before)
+    return result
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How the rows of a matrix in a GGUF file lie in the model."""
+
+    heads: int = 0
+    transposed: bool = False
+
+
+def order_of(processor: Any, name: str, shape: Sequence[int], config: dict[str, Any]) -> RowOrder | None:
+    """Return how rows of a matrix lie in the model, from what transformers makes of one with as many; None: otherwise.
+
+    Args:
+        name: name of the tensor in the file.
+        shape: shape in the model.
+    """
+    for transposed, rows in ((False, shape[0]), (True, shape[-1])):
+        numbers = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
+        try:
+            parsed: dict[str, Any] = {"tensors": {}}
+            result = processor.process(numbers, name, tensor_key_mapping={}, parsed_parameters=parsed).weights
+        except Exception:  # it needs all columns
+            return None
+        if np.array_equal(result, numbers.T if transposed else numbers):
+            return RowOrder(transposed=transposed)
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = config.get(key)
+            if heads and rows % (2 * heads) == 0 and np.array_equal(result, model_order(numbers, heads)):
+                return RowOrder(heads)
+    return None
+
+
+def architecture_of(config: PreTrainedConfig) -> str | None:
+    """Return llama.cpp's name of a family; None: how its tensors lie in GGUF files is not known."""
+    from gguf import MODEL_ARCH_NAMES
+
+    kind = config.model_type.removesuffix("_text")
+    if kind in _REORDERED or not any(kind in (known, known.replace("-", "_")) for known in _SUPPORTED):
+        return None
+    plain = {name.replace("-", ""): name for name in MODEL_ARCH_NAMES.values()}
+    return plain.get(_ARCHITECTURES.get(kind, kind).replace("_", ""))
