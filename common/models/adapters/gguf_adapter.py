@@ -50,14 +50,14 @@ class GgufAdapter:
         """Find the weight of each adapted layer; return why it cannot be found."""
         if importlib.util.find_spec("gguf") is None:
             return "the package gguf is not installed"
-        self.architecture = architecture_of(config)
-        if self.architecture is None:
+        self._architecture = architecture_of(config) or ""
+        if not self._architecture:
             return f"how llama.cpp stores the weights of {config.model_type} is not known here"
         fields = config.to_dict()
-        processor = processor_of(self.architecture, fields)
+        processor = processor_of(self._architecture, fields)
         names = {
             name: stored
-            for stored, name in gguf_names(self.architecture, config, base_names.values(), prefix, processor).items()
+            for stored, name in gguf_names(self._architecture, config, base_names.values(), prefix, processor).items()
         }
         for path, layer in model.named_modules():
             if not isinstance(layer, LoraLayer):
@@ -80,7 +80,7 @@ class GgufAdapter:
         """Write the factors among ``values``, by their names in the adapted model, in fp32."""
         import gguf
 
-        writer = gguf.GGUFWriter(file, self.architecture)
+        writer = gguf.GGUFWriter(file, self._architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         alphas = [layer.scaling[adapter] * layer.r[adapter] for _, layer, *_ in self._layers for adapter in layer.r]

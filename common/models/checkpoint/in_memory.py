@@ -18,7 +18,8 @@ def load_in_memory(checkpoint: Path) -> tuple[Any, list[str]]:
     """
     options: dict[str, Any] = {"local_files_only": True, "output_loading_info": True}
     if not (checkpoint / TABLE).is_file():
-        model, info = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", **options)
+        loader: Any = AutoModelForCausalLM
+        model, info = loader.from_pretrained(checkpoint, dtype="auto", **options)
         return model, sorted(info["missing_keys"])
     shards, config = CompressedShards(checkpoint), AutoConfig.from_pretrained(checkpoint, local_files_only=True)
     chosen: Any = model_class(config)
