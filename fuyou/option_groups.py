@@ -193,7 +193,8 @@ class WeightsConfig:
     They compute in ``dtype``. Default: checkpoint if it is compressed, else plain, as ``dtype``.
 
     Of matrices in the blocks. ``"int8"`` or ``"nf4"`` keeps them in 1.016 or 0.5625 bytes per parameter on SSD, on
-    their way and in the host's cache. ``"checkpoint"`` (FP8, MXFP4, compressed-tensors, GGUF) is lossless."""
+    their way and in the host's cache. ``"checkpoint"`` (FP8, MXFP4, compressed-tensors, bitsandbytes, GGUF) is
+    lossless."""
     freeze_vision_tower: bool = True
     """Whether a vision-language model's tower is frozen, where neither ``trainable`` nor ``adapters`` say it. What is
     frozen of it stays on the device for the whole run."""

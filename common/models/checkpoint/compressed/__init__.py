@@ -1,1 +1,1 @@
-"""Read checkpoints whose weights have fewer bits: FP8, MXFP4, and compressed-tensors. Each tensor is decoded alone."""
+"""Read weights in fewer bits (FP8, MXFP4, compressed-tensors, bitsandbytes, GGUF). Each tensor is decoded alone."""

@@ -1,5 +1,5 @@
-"""Find and read the compressed tensors in a checkpoint: FP8, MXFP4, the formats of the library compressed-tensors, and
-GGUF types.
+"""Find and read the compressed tensors in a checkpoint: FP8, MXFP4, the formats of the libraries compressed-tensors and
+bitsandbytes, and GGUF types.
 
 The ``quantization_config`` in config.json says which tensors to look for. Which weights are compressed, the files say:
 one without scales next to it (``modules_to_not_convert``, ``ignore``) is a plain one. Of GGUF files, their table says
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from common.errors import FinetuneError, UserError
 from common.files import read_text_file
 from common.models.checkpoint.compressed.blocks import BLOCKS
-from common.models.checkpoint.compressed.tensors import ROLES, Component, CompressedTensor
+from common.models.checkpoint.compressed.tensors import ROLES, TABLES, Component, CompressedTensor
 from common.models.checkpoint.gguf_table import TABLE, GgufEntry, GgufTable, model_order
 from common.models.checkpoint.shards import Shards, StoredTensor
 
@@ -35,6 +35,7 @@ class FoundTensor:
     tensor: CompressedTensor
     names: dict[str, str]  # Names of its components in the files, by their roles
     attached: tuple[str, ...] = ()  # Names of tensors that are useless without it: shapes, scales of activations
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Components that are no tensors in the files
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
@@ -48,7 +49,12 @@ def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tu
 
 
 def found(
-    name: str, names: dict[str, str], shards: Shards, tensor: CompressedTensor, attached: Iterable[str] = ()
+    name: str,
+    names: dict[str, str],
+    shards: Shards,
+    tensor: CompressedTensor,
+    attached: Iterable[str] = (),
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[str, FoundTensor]:
     """Return a tensor with the name that it would have if it were a plain one.
 
@@ -64,7 +70,7 @@ def found(
             f"{shards.tensors[names['codes']].file}: {name} cannot be read: {problem}. config.json and weights do not "
             "belong together."
         )
-    return name, FoundTensor(tensor, names, tuple(attached))
+    return name, FoundTensor(tensor, names, tuple(attached), values or {})
 
 
 def components_of(names: Mapping[str, str], shards: Shards) -> tuple[Component, ...]:
@@ -236,6 +242,62 @@ class CompressedTensors:
         return {}
 
 
+class Bitsandbytes:
+    """nf4 and fp4 with plain or nested scales, and int8 with a scale for each row, of the library bitsandbytes."""
+
+    name = "bitsandbytes"
+    _state = ".quant_state.bitsandbytes__"
+    _nested = (("nested_scale", "nested_absmax"), ("nested_map", "nested_quant_map"))
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Take the settings, of which the files say more."""
+
+    def find(self, shards: Shards) -> Iterator[tuple[str, FoundTensor]]:
+        """Find every compressed tensor, by the name that it would have if it were a plain one."""
+        for name, stored in shards.files.items():
+            weight, is_state, kind = name.partition(self._state)
+            try:
+                if is_state:
+                    yield self._four_bits(weight, kind, name, shards)
+                elif name.endswith(".SCB"):
+                    yield self._eight_bits(name.removesuffix("SCB"), shards)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise FinetuneError(
+                    f"{stored.file}: {name} and what belongs to it cannot be read ({error!r:.200}). Download it again."
+                ) from error
+
+    def _four_bits(self, weight: str, kind: str, state_name: str, shards: Shards) -> tuple[str, FoundTensor]:
+        state = json.loads(shards.read(state_name).numpy().tobytes())
+        shape, block = tuple(state["shape"]), int(state["blocksize"])
+        if kind not in TABLES or len(shape) != 2 or shape[1] % block or state.get("nested_blocksize", 256) != 256:
+            raise UserError(
+                f"{shards.files[weight].file}: {weight} of shape {list(shape)} is {kind} in blocks of {block}, which "
+                "are no whole parts of its rows or cannot be read. Give the checkpoint it was quantized from."
+            )
+        names = {"codes": weight, "scale": f"{weight}.absmax"}
+        values = {}
+        if "nested_blocksize" in state:
+            names |= {role: f"{weight}.{suffix}" for role, suffix in self._nested}
+            values["nested_offset"] = torch.tensor([float(state["nested_offset"])])
+        offsets = tuple(Component(role, value.dtype, tuple(value.shape)) for role, value in values.items())
+        components = (*components_of(names, shards), *offsets)
+        tensor = CompressedTensor(kind, shape, (1, block), getattr(torch, state["dtype"]), components)
+        return found(weight, names, shards, tensor, (state_name, f"{weight}.quant_map"), values)
+
+    def _eight_bits(self, prefix: str, shards: Shards) -> tuple[str, FoundTensor]:
+        names, order = {"codes": f"{prefix}weight", "scale": f"{prefix}SCB"}, f"{prefix}weight_format"
+        attached = [order] if order in shards.files else []
+        if attached and int(shards.read(order)) != 0:
+            raise UserError(
+                f"{shards.files[order].file}: {prefix}weight has its columns in another order, which cannot be read. "
+                "Give the checkpoint it was quantized from."
+            )
+        components = components_of(names, shards)
+        shape = components[0].shape
+        tensor = CompressedTensor("int8 of 127", shape, (1, shape[-1]), torch.float32, components)
+        return found(names["codes"], names, shards, tensor, attached)
+
+
 class Gguf:
     """Types of GGUF: blocks of numbers that lie side by side in a row, with their scales between the codes."""
 
@@ -255,11 +317,11 @@ class Gguf:
                 yield found(name, names, shards, tensor)
 
 
-METHODS = {method.name: method for method in (Fp8, Mxfp4, CompressedTensors)}
+METHODS = {method.name: method for method in (Fp8, Mxfp4, CompressedTensors, Bitsandbytes)}
 """Methods of compression, by their names in config.json."""
 
-Method = Fp8 | Mxfp4 | CompressedTensors | Gguf
-KNOWN = "FP8 (fp8), MXFP4 (mxfp4) and compressed-tensors"
+Method = Fp8 | Mxfp4 | CompressedTensors | Bitsandbytes | Gguf
+KNOWN = "FP8 (fp8), MXFP4 (mxfp4), compressed-tensors and bitsandbytes"
 
 
 def method_of(directory: Path) -> Method | None:
@@ -347,7 +409,8 @@ class CompressedShards(Shards):
         """Read a tensor, as :meth:`Shards.read`; a compressed one is dequantized."""
         stored = self.compressed.get(name)
         if stored is not None:
-            return _decoded(stored.tensor, {role: self._read_stored(part) for role, part in stored.names.items()})
+            parts = {role: self._read_stored(part) for role, part in stored.names.items()}
+            return _decoded(stored.tensor, {**parts, **stored.values})
         return self._converted(name, self._read_stored(name))
 
     def reads_rows(self, name: str) -> bool:
@@ -379,7 +442,9 @@ class CompressedShards(Shards):
             Role, first byte in the component, and values: some rows, of about :data:`SPAN_BYTES`.
         """
         stored = self.compressed[name]
-        for component in stored.tensor.components:
+        for role, value in stored.values.items():
+            yield role, 0, value
+        for component in (each for each in stored.tensor.components if each.role in stored.names):
             part = stored.names[component.role]
             rows, position = math.prod(component.shape[:1]), 0
             step = max(1, SPAN_BYTES * rows // max(1, component.nbytes))

@@ -7,12 +7,14 @@ other formats: a number is (code - zero point) x (scale / global scale), compute
 * FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;
 * MXFP4: OCP Microscaling Formats 1.0, and ``convert_moe_packed_tensors`` of transformers. Products with a power of two
   are exact, in bf16 as well;
+* nf4, fp4 and int8 of bitsandbytes: ``dequantize_4bit``, whose scales may be quantized themselves (*nested*), and
+  ``int8_vectorwise_dequant``;
 * INT4, INT8, FP8 and NVFP4 of compressed-tensors: ``BaseCompressor.decompress``, which computes in the scales' dtype.
   Codes have so few bits that their products with bf16 scales are exact in fp32.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 from common.hardware import kernels_of
 from common.models.checkpoint.compressed.blocks import BLOCKS
 from common.models.checkpoint.shards import DTYPES
-from common.quantization import fuses, run_fused
+from common.quantization import NF4_VALUES, fuses, run_fused
 
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements that a CPU decodes at once: temporary memory is below 20 bytes for each of these."""
@@ -30,12 +32,20 @@ CHUNK_ELEMENTS = 1 << 20
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Positive numbers of four bits with two of exponent and one of mantissa; the highest bit is the sign."""
 
-ROLES = ("codes", "scale", "zero_point", "global_scale")
+FP4 = tuple(sign * number for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+"""Numbers of bitsandbytes' fp4, before they are divided by the largest."""
+
+NESTED = ("nested_scale", "nested_map", "nested_offset")
+"""Of scales that are codes, 256 at a time: factors, the number of each code, and what is added to the products."""
+NESTED_BLOCK = 256
+
+ROLES = ("codes", "scale", "zero_point", "global_scale", *NESTED)
 
 
-def _nibble_table(numbers: list[float]) -> torch.Tensor:
-    """Return the two numbers of every byte, the one in its low half first."""
-    return torch.tensor([[numbers[byte & 15], numbers[byte >> 4]] for byte in range(256)])
+def _nibble_table(numbers: Sequence[float], high_first: bool = False) -> torch.Tensor:
+    """Return the two numbers of every byte, by default the one in its low half first."""
+    table = torch.tensor([[numbers[byte & 15], numbers[byte >> 4]] for byte in range(256)])
+    return table.flip(1) if high_first else table
 
 
 def _float_table(dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +59,9 @@ TABLES = {
     "int8": _float_table(torch.int8),
     "offset int8": torch.arange(-128.0, 128.0).unsqueeze(1),
     "offset int4": _nibble_table([float(code - 8) for code in range(16)]),
+    "int8 of 127": _float_table(torch.int8),
+    "nf4": _nibble_table(NF4_VALUES, high_first=True),
+    "fp4": _nibble_table(FP4, high_first=True) / max(FP4),
     "e2m1": _nibble_table([*E2M1, *(-number for number in E2M1)]),
 }
 
@@ -57,7 +70,7 @@ TABLES = {
 class Component:
     """One of the tensors in a file that together are a compressed tensor."""
 
-    role: str  # One of ``codes``, ``scale``, ``zero_point`` and ``global_scale``
+    role: str  # One of :data:`ROLES`
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -117,8 +130,12 @@ class CompressedTensor:
                 least = -(-columns // per_byte)  # rows may be padded to whole words of four bytes
                 packed, odd = divmod(component.nbytes, max(1, math.prod(leading) * rows))
                 fits = not odd and least <= packed < least + 4
-            elif component.role == "global_scale":
+            elif component.role in ("global_scale", "nested_offset"):
                 fits = math.prod(component.shape) == 1
+            elif component.role == "nested_map":
+                fits = component.shape == (256,)
+            elif component.role == "nested_scale":
+                fits = math.prod(component.shape) == -(-math.prod(leading) * math.prod(grid) // NESTED_BLOCK)
             elif component.role == "zero_point" and component.dtype == torch.int32:  # packed along the rows
                 fits = component.shape[-2:] == (-(-grid[0] // (4 * per_byte)), grid[1])
             else:
@@ -151,6 +168,7 @@ class CompressedTensor:
         settings = self.codes, self.block, self.dtype
         if len(leading) < 2 and fuses(out.device):
             whole = out.view(count, rows, columns)
+            scales = self._nested_scales(components, scales, 0, rows)
             run_fused(_decode, out.device, table, codes, scales, zeros, divisor, 0, *settings, whole)
             return
         step = max(1, CHUNK_ELEMENTS * (1 if kernels_of(out.device) == "cpu" else 8) // columns)
@@ -158,14 +176,36 @@ class CompressedTensor:
             one = slice(index, index + 1)
             zero = None if zeros is None else zeros[one]
             for start in range(0, rows, step):
-                part = target[None, start : start + step]
-                _decode(table, codes[one, start : start + step], scales[one], zero, divisor, start, *settings, part)
+                part, some = target[None, start : start + step], codes[one, start : start + step]
+                if NESTED[0] in components:  # of these rows alone
+                    nested = self._nested_scales(components, scales, start, start + some.shape[1])
+                    _decode(table, some, nested[one], zero, divisor, 0, *settings, part)
+                else:
+                    _decode(table, some, scales[one], zero, divisor, start, *settings, part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
         components = [[part.role, _name(part.dtype), list(part.shape)] for part in self.components]
         first = {"codes": self.codes, "shape": list(self.shape), "block": list(self.block)}
         return {**first, "dtype": _name(self.dtype), "components": components, "transposed": self.transposed}
+
+    @staticmethod
+    def _nested_scales(
+        components: Mapping[str, torch.Tensor], codes: torch.Tensor, first: int, stop: int
+    ) -> torch.Tensor:
+        """Return the scales of rows ``[first, stop)``, which are ``codes`` ``[count, rows, columns]``; what is no code
+        is returned as it is.
+
+        Not compiled: a fused multiply-add would round otherwise than bitsandbytes.
+        """
+        if NESTED[0] not in components:
+            return codes
+        count, _, columns = codes.shape
+        factors, numbers, offset = (components[role].reshape(count, -1) for role in NESTED)
+        tables = numbers.shape[1] * torch.arange(count, dtype=torch.int32, device=codes.device).view(-1, 1, 1)
+        scales = numbers.flatten()[codes[:, first:stop].int() + tables]
+        block = torch.arange(first * columns, stop * columns, device=codes.device) // NESTED_BLOCK
+        return scales.mul_(factors[:, block].view_as(scales)).add_(offset.unsqueeze(-1))
 
     def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
         """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None if there are none."""
@@ -214,7 +254,10 @@ def _decode(
     scale = _as_fp32(scales.index_select(1, row))
     if divisor is not None:
         scale = scale / divisor
-    out.copy_((numbers * scale[:, :, column]).to(dtype))
+    products = numbers * scale[:, :, column]
+    if kind == "int8 of 127":  # two roundings, as in bitsandbytes
+        products = products * (1 / 127)
+    out.copy_(products.to(dtype))
 
 
 @cache

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict] = {
 PAIRS = [
     ("llama", "fp8"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("llama", "int4"),
     ("llama", "int4-asymmetric"), ("llama", "int4-channel"), ("deepseek_v3", "int4"), ("qwen3_moe", "nvfp4"),
+    ("llama", "nf4"), ("qwen3_moe", "nf4"),
 ]  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_equals_a_plain_checkpoint_with_the_same_numbers(family: str, method: st
         payload = torch.zeros(parameter.nbytes, dtype=torch.uint8)
         parameter.encode(parts, payload)
         files = sum(values.nbytes for part in parts for _, _, values in part)
-        assert files <= parameter.nbytes < files + 3 * 128 * len(parameter.offsets)
+        assert files <= parameter.nbytes < files + 5 * 128 * len(parameter.offsets)
         flat = torch.full((value.numel(),), torch.nan, dtype=torch.bfloat16)
         parameter.decode(payload, flat)
         assert torch.equal(flat, value.flatten().bfloat16()), name
@@ -171,7 +171,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
         source_of(directory).check()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fbgemm_fp8"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "fbgemm_fp8"])
 def test_other_methods_are_rejected(method: str, tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "llama", "fp8")
     content = json.loads((directory / "config.json").read_text())

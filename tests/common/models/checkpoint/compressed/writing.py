@@ -95,6 +95,34 @@ def nvfp4(weight: torch.Tensor) -> Written:
     return {".weight_packed": pairs(codes), ".weight_scale": scales, ".weight_global_scale": largest}, numbers
 
 
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nf4(weight: torch.Tensor, block: int = 32) -> Written:
+    """bitsandbytes', with nested scales."""
+    blocks = weight.float().view(-1, block)
+    largest = blocks.abs().amax(-1)
+    codes = (blocks / largest.unsqueeze(-1)).unsqueeze(-1).sub(NF4).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+    mean, values = largest.mean(), torch.linspace(-1, 1, 256)
+    groups = (largest - mean).split(256)
+    factors = torch.stack([group.abs().max() for group in groups])
+    nested = torch.cat([(group / factor).unsqueeze(-1).sub(values).abs().argmin(-1)
+                        for group, factor in zip(groups, factors, strict=True)])  # fmt: skip
+    scales = torch.cat([values[part] * factor for part, factor in zip(nested.split(256), factors, strict=True)]) + mean
+    numbers = (NF4[codes.int()].view(-1, block) * scales.unsqueeze(-1)).view(weight.shape).bfloat16()
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(weight.shape),
+             "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": mean.item()}  # fmt: skip
+    return {
+        ".weight": codes[:, :1] << 4 | codes[:, 1:], ".weight.absmax": nested.to(torch.uint8),
+        ".weight.quant_map": NF4.clone(), ".weight.nested_absmax": factors, ".weight.nested_quant_map": values,
+        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }, numbers  # fmt: skip
+
+
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 
 
@@ -128,6 +156,7 @@ METHODS: dict[str, tuple[dict, Callable[[torch.Tensor], Written]]] = {
             "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         ), nvfp4,
     ),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
 }  # fmt: skip
 
 
