@@ -37,7 +37,7 @@ def test_adapters_of_a_gguf_file_name_the_file(
     assert done.status == 0, done.err
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
     assert "GGUF (Q8_0) in the checkpoint, frozen in its own bytes; they compute in" in done.out
-    assert f"gguf     {out}/adapter.gguf, for llama-cli --lora" in done.out and (out / "adapter.gguf").is_file()
+    assert f"gguf     {out}/adapter.gguf, for llama.cpp" in done.out and (out / "adapter.gguf").is_file()
     assert f"finetune export --model {file} --adapter {out}" in done.out
     again = finetune("export", "--model", file, "--adapter", out, "--output", tmp_path / "merged", "--dtype", "bf16")
     assert again.status == 0, again.err

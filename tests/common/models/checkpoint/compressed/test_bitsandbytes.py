@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from common.errors import FinetuneError, UserError
 from common.models.checkpoint.compressed import formats, tensors
 from common.models.checkpoint.compressed.parameters import CompressedParameter
-from tests.common.models.checkpoint.compressed.test_tensors import shards
+from tests.common.models.checkpoint.compressed.writing import shards
 
 #: Written by bitsandbytes 0.50.2: ``case.suffix`` as in its checkpoints, and ``case numbers``, which it has made.
 GOLDENS = load_file(Path(__file__).parent / "bitsandbytes.safetensors")

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import UserError
-from common.models.checkpoint.compressed.formats import CompressedShards
-from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4
+from tests.common.models.checkpoint.compressed.writing import GROUP, METHODS, fp8, int4, shards
 
 #: What compressed-tensors 0.20.0 has made; ``make_goldens.py`` made the file, and is in git's history.
 GOLDENS = Path(__file__).parent / "goldens.safetensors"
@@ -31,12 +29,6 @@ def goldens() -> dict[str, dict]:
 
 
 CASES = goldens()
-
-
-def shards(directory: Path, tensors: dict[str, torch.Tensor], settings: dict | None) -> CompressedShards:
-    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({} if settings is None else {"quantization_config": settings}))
-    return CompressedShards(directory)
 
 
 def fp8_settings(**changes) -> dict:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.models.checkpoint.compressed.formats import CompressedShards
+
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Suffixes with their tensors, and the numbers."""
 
@@ -158,6 +160,12 @@ METHODS: dict[str, tuple[dict, Callable[[torch.Tensor], Written]]] = {
     ),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
 }  # fmt: skip
+
+
+def shards(directory: Path, tensors: dict[str, torch.Tensor], settings: dict | None) -> CompressedShards:
+    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({} if settings is None else {"quantization_config": settings}))
+    return CompressedShards(directory)
 
 
 def is_written_so(method: str, name: str, value: torch.Tensor) -> bool:
