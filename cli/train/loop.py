@@ -532,9 +532,7 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
             lines["to merge"] = shlex.join(map(str, words))
             obstacle = job.model.adapters.gguf.obstacle
             if not obstacle:
-                lines["gguf"] = (
-                    f"{job.output / GGUF_ADAPTER}, for llama.cpp's LoRA option, and ADAPTER in an Ollama Modelfile"
-                )
+                lines["gguf"] = f"{job.output / GGUF_ADAPTER}, for llama.cpp and for ADAPTER in an Ollama Modelfile"
             elif file is not None:
                 lines["gguf"] = f"no adapter for llama.cpp: {obstacle}"
             if job.engine.weights.frozen_dtype in ("int8", "nf4"):

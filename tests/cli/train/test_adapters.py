@@ -36,7 +36,7 @@ def test_a_merge_into_other_weights_than_those_of_training(stored: str | None) -
     job: Any = SimpleNamespace(output=Path("out"), checkpoint=Path("base"), model=model, engine=weights)
     lines = _where(job, ("store", "x"), steps=1, is_saved=True).splitlines()
     assert "to merge finetune export --model base --adapter out --output DIR" in lines
-    assert "gguf     out/adapter.gguf, for llama.cpp's LoRA option, and ADAPTER in an Ollama Modelfile" in lines
+    assert "gguf     out/adapter.gguf, for llama.cpp and for ADAPTER in an Ollama Modelfile" in lines
     assert any(f"weights in {stored}" in line for line in lines) is (stored in ("int8", "nf4"))
 
 
