@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
+from common.files import CACHE_VARIABLE
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
 from common.store import load_manifest
 from fuyou.checkpoint.commits import Commits
@@ -23,6 +24,7 @@ from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.recorder import check_same_order
+from tests.helpers.models.gguf_files import FAMILIES, FIELDS, write_gguf
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
@@ -90,6 +92,22 @@ def test_two_ranks_equal_one(
         assert 8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
     elif layout == (2, 1):
         check_bytes(ranks, alone)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_node_share_the_bytes_of_a_gguf_file(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings and head among them."""
+    pytest.importorskip("gguf")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    file = str(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS, kinds=("Q8_0", "Q4_1")))
+    options = {"dtype": "bf16", "micro_batch": 2, "host_cache": 0, "adapters": ADAPTERS}
+    alone = cases.train(None, Run(file, tmp_path / "alone", options=options))
+    ranks = pool.run((1, 2), cases.train, Run(file, tmp_path / "ranks", options=options))
+    assert all(rank.losses == alone.losses and rank.counted == rank.scheduled for rank in ranks)
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
 
 
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
