@@ -12,6 +12,7 @@ from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.evaluate import Evaluator, busy_seconds
 from fuyou.planner.machine import Machine
 from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan, Point
+from fuyou.planner.simulator import no_garbage_collection
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
@@ -49,9 +50,10 @@ def choose(evaluator: Evaluator) -> Plan:
     Raises:
         UserError: if no candidate fits; says how much would.
     """
-    for clip_by in evaluator.job.clip_choices:
-        _try_candidates(evaluator, clip_by)
-    points, days = frontier(evaluator), evaluator.job.drive_life
+    with no_garbage_collection():
+        for clip_by in evaluator.job.clip_choices:
+            _try_candidates(evaluator, clip_by)
+        points, days = frontier(evaluator), evaluator.job.drive_life
     if days == 0:
         return points[0]
     if days is None:

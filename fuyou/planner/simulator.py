@@ -5,6 +5,7 @@ are done; two pools of I/O threads that share the drives; an optimizer that read
 updates chunk by chunk, and writes each back. Durations come from rates.
 """
 
+import bisect
 import functools
 import gc
 import heapq
@@ -21,7 +22,6 @@ from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource, StepList, Task, known
 
-_LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_NODE, Resource.INTER_NODE)
 _PIECE_BYTES = 4 << 20  # I/O moves in pieces of at most this size: the stripe of the store
 # Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
 # chunks than this, nor a chunk's states into more than two pieces.
@@ -91,58 +91,93 @@ class Simulation:
             action()
 
     def call_later(self, seconds: float, action: Done) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._number), action))
+        self.call_at(self.now + seconds, action)
+
+    def call_at(self, time: float, action: Done) -> None:
+        heapq.heappush(self._events, (time, next(self._number), action))
 
     def work(self, resource: Resource, seconds: float, done: Done) -> None:
         """Let ``resource`` work for ``seconds``, then call ``done``."""
         start = self.now
 
         def end() -> None:
-            spans = self.intervals.setdefault(resource, [])
-            if spans and spans[-1][1] >= start:
-                spans[-1] = (spans[-1][0], max(spans[-1][1], self.now))
-            else:
-                spans.append((start, self.now))
+            self.note(resource, start)
             done()
 
         self.call_later(seconds, end)
 
+    def note(self, resource: Resource, start: float) -> None:
+        """Note that ``resource`` has worked from ``start`` until now."""
+        spans = self.intervals.setdefault(resource, [])
+        if spans and spans[-1][1] >= start:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], self.now))
+        else:
+            spans.append((start, self.now))
+
+
+@dataclass(eq=False)
+class _Work:
+    """Work of a server, in pieces of equal length."""
+
+    pool: int
+    seconds: float  # Seconds of a piece
+    pieces: int  # Number of pieces that are left
+    task: Task | None  # Task that starts with the first piece
+    done: Done
+
 
 class SimulatedServer:
-    """A link, a network, or all SSDs: does one piece of work after the other, alternately for two pools."""
+    """A link, a network, or all SSDs: does one piece of work after the other, alternately for two pools.
+
+    While only one pool has work, all pieces of a work are simulated as one event, which work for the other cuts short.
+    """
 
     def __init__(self, clock: Simulation, resource: Resource):
         self._clock, self._resource = clock, resource
-        self._queues: tuple[deque[tuple[float, Task | None, Done | None]], ...] = (deque(), deque())
+        self._queues: tuple[deque[_Work], ...] = (deque(), deque())
         self._turn = 0
-        self._busy = False
+        self._current: _Work | None = None
+        self._began = 0.0
+        self._ends: list[float] = []  # Times at which pieces of the current work end
 
     def submit(self, seconds: float, done: Done, *, task: Task | None = None, pool: int = 0, pieces: int = 1) -> None:
         """Work for ``seconds``, then call ``done``. ``task`` starts with the first of the pieces."""
-        for number in range(pieces):
-            last = number == pieces - 1
-            self._queues[pool].append((seconds / pieces, task if not number else None, done if last else None))
-        self._serve()
+        self._queues[pool].append(_Work(pool, seconds / pieces, pieces, task, done))
+        if self._current is None:
+            self._serve()
+        elif self._current.pool != pool and len(self._ends) > 1:
+            self._ends = self._ends[: bisect.bisect_left(self._ends, self._clock.now) + 1]
+            self._end_later()
 
     def _serve(self) -> None:
-        if self._busy:
-            return
         queue = self._queues[self._turn] or self._queues[1 - self._turn]
         if not queue:
             return
-        self._turn = 1 - self._turn if queue is self._queues[self._turn] else self._turn
-        seconds, task, done = queue.popleft()
-        if task is not None:
-            task.started_at = self._clock.now
-        self._busy = True
+        work, now = queue[0], self._clock.now
+        self._current, self._began, self._turn = work, now, 1 - work.pool
+        if work.task is not None:
+            work.task.started_at, work.task = now, None
+        if work.pieces == 1 or self._queues[self._turn]:
+            self._ends = [now + work.seconds]
+        else:  # each from the end of the one before, as if it were an event
+            self._ends = list(itertools.accumulate([work.seconds] * work.pieces, initial=now))[1:]
+        self._end_later()
 
-        def end() -> None:
-            self._busy = False
-            if done is not None:
-                done()
+    def _end_later(self) -> None:
+        self._clock.call_at(self._ends[-1], functools.partial(self._end, self._ends))
+
+    def _end(self, ends: list[float]) -> None:
+        work = self._current
+        if ends is not self._ends or work is None:
+            return  # cut short
+        self._clock.note(self._resource, self._began)
+        self._current, self._ends = None, []
+        work.pieces -= len(ends)
+        if not work.pieces:
+            self._queues[work.pool].popleft()
+            work.done()
+        if self._current is None:
             self._serve()
-
-        self._clock.work(self._resource, seconds, end)
 
 
 class SimulatedDrives(SimulatedServer):
@@ -285,10 +320,18 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = Simulation()
-        self._links = {resource: SimulatedServer(self._clock, resource) for resource in _LINKS}
+        # Of each link, bytes per second and the seconds that a transfer takes besides its bytes
+        self._link_rates = {
+            Resource.HOST_TO_DEVICE: (rates.upload_bytes_per_second, 0.0),
+            Resource.DEVICE_TO_HOST: (rates.download_bytes_per_second, 0.0),
+            Resource.INTRA_NODE: (rates.intra_node_bytes_per_second, rates.message_seconds),
+            Resource.INTER_NODE: (rates.inter_node_bytes_per_second, rates.message_seconds),
+        }
+        self._links = {resource: SimulatedServer(self._clock, resource) for resource in self._link_rates}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
+        self._lane = {op: _lane(op, rates.exchanges_in_one_order) for op in Op}
         self._running: set[Op] = set()
         self._remaining: dict[Task, int] = {}  # how many tasks each one still waits for
         self._waiting: dict[Task, list[Task]] = {}  # the tasks that wait for each one
@@ -316,17 +359,12 @@ class Simulator:
                     self._waiting[earlier].append(task)
                 else:
                     self._waiting[earlier] = [task]
-            self._lanes[self._lane(task.op)].append(task)
+            self._lanes[self._lane[task.op]].append(task)
         for op in Op:
             self._advance(op)
 
-    def _lane(self, op: Op) -> Op:
-        if self._rates.exchanges_in_one_order and op in EXCHANGES:
-            return EXCHANGES[0]
-        return Op.COMPUTE if op is Op.STEP else op  # the caller ends the step after its last computation
-
     def _advance(self, op: Op) -> None:
-        lane = self._lane(op)
+        lane = self._lane[op]
         queue = self._lanes[lane]
         while queue and lane not in self._running and not self._remaining[queue[0]]:
             task = queue.popleft()
@@ -339,6 +377,8 @@ class Simulator:
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
+            case _ if task.op.resource in self._links:
+                self._copy(lane, task)
             case Op.STEP:
                 self._clock.call_later(0.0, lambda: self._finish(task))
             case Op.COMMIT:
@@ -350,14 +390,6 @@ class Simulator:
                 self._optimizer.update(task)
             case Op.STATE_WRITE:
                 self._optimizer.finish_when_written(task)
-            case _ if task.op.resource is Resource.HOST_TO_DEVICE:
-                self._copy(lane, task, rates.upload_bytes_per_second)
-            case _ if task.op.resource is Resource.INTRA_NODE:
-                self._copy(lane, task, rates.intra_node_bytes_per_second, rates.message_seconds)
-            case _ if task.op.resource is Resource.INTER_NODE:
-                self._copy(lane, task, rates.inter_node_bytes_per_second, rates.message_seconds)
-            case _ if task.op.resource is Resource.DEVICE_TO_HOST:
-                self._copy(lane, task, rates.download_bytes_per_second)
             case Op.PARAMETER_READ_DEVICE:
                 self._read_to_device(task)
             case Op.RESIDENT_WRITE:
@@ -365,8 +397,9 @@ class Simulator:
             case _:
                 self._drives.move(0, task.op in SSD_READS, task.nbytes, lambda: self._finish(task))
 
-    def _copy(self, lane: Op, task: Task, bytes_per_second: float, start_seconds: float = 0.0) -> None:
+    def _copy(self, lane: Op, task: Task) -> None:
         self._running.add(lane)
+        bytes_per_second, start_seconds = self._link_rates[task.op.resource]
         seconds = task.nbytes / bytes_per_second + start_seconds
         self._links[task.op.resource].submit(seconds, lambda: self._leave(lane, task), task=task)
 
@@ -402,6 +435,13 @@ class Simulator:
         if task.op is Op.STEP:
             self._clock.step_ends.append(self._clock.now)
             self._hand_over()
+
+
+def _lane(op: Op, exchanges_in_one_order: bool) -> Op:
+    """Return the lane of a kind of task."""
+    if exchanges_in_one_order and op in EXCHANGES:
+        return EXCHANGES[0]
+    return Op.COMPUTE if op is Op.STEP else op  # the caller ends the step after its last computation
 
 
 @dataclass(frozen=True)
@@ -474,7 +514,7 @@ def simulate(
         repeats[-2] += commit_every - length
     lists: list[StepList] = []
     resolved: list[Task] = []
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for step in range(1, count + 1):
             lists.append(scheduler.training_step(step, batch, commit=step % length == 0))
             lists[-1].tasks[:0] = resolved
@@ -484,7 +524,7 @@ def simulate(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: scanning hundreds of thousands of live tasks takes a third of all time."""
     was_enabled = gc.isenabled()
     gc.disable()
