@@ -336,8 +336,8 @@ class PaperScheme:
         return Plan(
             self.job, self.machine, memory=memory, kept_activation_bytes=self.swap.nbytes,
             step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates),
-            read_bytes=tasks.ssd_read_bytes(), written_bytes=tasks.ssd_written_bytes(), tasks=tasks,
-            simulation=simulation, saved_flops=self.swap.saved_flops,
+            read_bytes=tasks.ssd_read_bytes(), written_bytes=tasks.ssd_written_bytes(),
+            saved_flops=self.swap.saved_flops,
             ssd_bytes=14 * self.elements + (not self.activations_on_host) * self.activation_bytes * (self.layers + 2),
         )  # fmt: skip
 

@@ -31,6 +31,7 @@ from fuyou.planner import (
     profiled_machine,
     search,
 )
+from fuyou.planner.evaluate import Evaluator
 from fuyou.planner.search import fits, forward_seconds, largest_model
 from fuyou.planner.trace import write_trace
 
@@ -215,7 +216,8 @@ def _network(text: str | None, nodes: int) -> float:
 
 
 def _write_trace(result: Plan, path: Path) -> None:
-    if result.tasks is None or result.simulation is None:
+    if result.memory is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
-    ends = result.simulation.step_ends
-    write_trace(path, [result.tasks], result.job.shape.records, (ends[-2], ends[-1]), result.simulation.intervals)
+    steady = Evaluator(result.job, result.machine).simulated_step(result.candidate)
+    ends, busy = steady.simulation.step_ends, steady.simulation.intervals
+    write_trace(path, [steady.cycle[-1]], result.job.shape.records, (ends[-2], ends[-1]), busy)

@@ -26,6 +26,7 @@ from fuyou.planner.plan import SAVE_NOTHING, Candidate, Plan
 from fuyou.planner.roofline import ATTENTION_BACKWARD, LOSS_BYTES, block_seconds
 from fuyou.planner.simulator import SteadyState, TaskRates, simulate
 from fuyou.planner.training_job import TrainingJob, fitting_job
+from fuyou.schedule.batch import Batch
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
@@ -220,39 +221,51 @@ class Evaluator:
 
     # -- simulation -----------------------------------------------------------------------------------------------
 
+    def simulated_step(self, candidate: Candidate) -> SteadyState:
+        """Simulate ``candidate`` with all of its tasks, which no plan keeps."""
+        memory = self.memory(candidate)
+        is_clipped = False if self.update_policy(candidate).speculative else None
+        return self._simulate(replace(candidate, micro_rows=memory.batch.micro_rows), memory, memory, is_clipped)
+
+    def _recomputation(self, candidate: Candidate, batch: Batch) -> Recomputation:
+        recomputation = self.activation_planner(candidate).recomputation(batch.micro_rows, batch.columns)
+        # Of rows in chunks, nothing but keys and values is saved
+        return recomputation.saving_nothing() if batch.chunks > 1 else recomputation
+
+    def _rates_of(self, memory: MemoryPlan, plan: MemoryPlan) -> TaskRates:
+        """Return the rates at which ``plan`` runs, whose micro-batches may be several of those of ``memory``."""
+        joined = memory.batch.micro_batches / plan.batch.micro_batches
+        rates = self._rates_for(memory.batch.micro_rows)
+        forward, backward = rates.host_seconds
+        return replace(rates, host_seconds=(joined * forward, joined * backward))
+
+    def _simulate(
+        self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan, clipped: bool | None
+    ) -> SteadyState:
+        job, batch = self.job, memory.batch
+        deferred = self.update_policy(candidate).deferred(job.shape)
+        waits = bool(deferred) or job.clips
+        writes_late = waits and bool(plan.resident)
+        return simulate(
+            job.shape,
+            plan,
+            self._rates_of(memory, plan),
+            deferred,
+            _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS,
+            commit_every=job.commit_every,
+            hold=job.clips,
+            recomputation=self._recomputation(candidate, batch),
+            clipped=clipped,
+            direct_reads=job.direct_reads,
+            chunk_flops=self._chunk_flops if batch.chunks > 1 else (),
+        )
+
     def _evaluate(self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan) -> Plan:
         job = self.job
         batch = memory.batch
-        activations, updates = self.activation_planner(candidate), self.update_policy(candidate)
-        recomputation = activations.recomputation(batch.micro_rows, batch.columns)
-        if batch.chunks > 1:  # nothing but keys and values is saved
-            recomputation = recomputation.saving_nothing()
-        deferred = updates.deferred(job.shape)
-        joined = batch.micro_batches / plan.batch.micro_batches  # micro-batches that are simulated as one
-        rates = self._rates_for(batch.micro_rows)
-        host_forward, host_backward = rates.host_seconds
-        rates = replace(rates, host_seconds=(joined * host_forward, joined * host_backward))
-        waits = bool(deferred) or job.clips
-        writes_late = waits and bool(plan.resident)
-        steps = _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS
-
-        def run(clipped: bool | None) -> SteadyState:
-            return simulate(
-                job.shape,
-                plan,
-                rates,
-                deferred,
-                steps,
-                commit_every=job.commit_every,
-                hold=job.clips,
-                recomputation=recomputation,
-                clipped=clipped,
-                direct_reads=job.direct_reads,
-                chunk_flops=self._chunk_flops if batch.chunks > 1 else (),
-            )
-
-        steady = run(False if updates.speculative else None)
-        clipped = run(True) if updates.speculative else None
+        updates = self.update_policy(candidate)
+        steady = self._simulate(candidate, memory, plan, False if updates.speculative else None)
+        clipped = self._simulate(candidate, memory, plan, True) if updates.speculative else None
 
         def expected(measure: Callable[[SteadyState], float]) -> float:
             """Return what is measured in a step, averaged over steps that are clipped and steps that are not."""
@@ -262,10 +275,10 @@ class Evaluator:
             return unclipped + job.clipped_share * (measure(clipped) - unclipped)
 
         seconds = expected(SteadyState.step_seconds)
-        busy = mean_busy_seconds(steady, rates)
+        busy = mean_busy_seconds(steady, self._rates_of(memory, plan))
         # Writes that wait for a commit pile up for more steps than are simulated where the drives are the bound.
         seconds = max(seconds, *busy.values())
-        left_out = self._left_out(recomputation)
+        left_out = self._left_out(self._recomputation(candidate, batch))
         job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
         return Plan(
@@ -278,8 +291,6 @@ class Evaluator:
             read_bytes=round(expected(lambda steps: steps.mean(StepList.ssd_read_bytes))),
             written_bytes=round(expected(lambda steps: steps.mean(StepList.ssd_written_bytes))),
             sent_bytes=round(expected(lambda steps: steps.mean(StepList.sent_bytes))),
-            tasks=steady.cycle[-1],
-            simulation=steady.simulation,
             clipped_seconds=None if clipped is None else clipped.step_seconds(),
             update_seconds=steady.mean(lambda tasks: update_seconds(tasks, self.rates)),
             saved_flops=left_out * recomputed,

@@ -8,10 +8,9 @@ from fuyou.layout.record_parts import ADAMW
 from fuyou.model.recompute.policy import ActivationPolicy
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner.machine import Machine
-from fuyou.planner.simulator import Simulation
 from fuyou.planner.training_job import TrainingJob
 from fuyou.schedule.memory_plan import MemoryPlan
-from fuyou.schedule.tasks import Resource, StepList
+from fuyou.schedule.tasks import Resource
 
 SAVE_NOTHING = ActivationPolicy((), 0)
 
@@ -50,8 +49,6 @@ class Plan:
     read_bytes: int = 0  # Bytes read from SSD
     written_bytes: int = 0  # Bytes written to SSD
     sent_bytes: int = 0  # Bytes sent to other nodes
-    tasks: StepList | None = None  # Tasks of a committed step in the steady state, with the simulator's times
-    simulation: Simulation | None = None  # Times at which each resource works
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
     update_seconds: float = 0.0  # Seconds of work of the updates of one step: what deferring some of them could move
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks

@@ -122,7 +122,12 @@ class Pool:
             entry = heapq.heappop(self._sorted)
             use, index = -entry[0], entry[2]
             key = self.slots[index].key
-            if key is None or entry != self._entry(index):
+            if key is None:
+                continue
+            current = self._entry(index)
+            if entry != current:
+                if entry[0] == current[0]:  # used since it was sorted
+                    heapq.heappush(self._sorted, current)
                 continue
             sparing = self._sparing(index, use)
             if key not in pinned and not sparing:
@@ -182,6 +187,7 @@ class Pool:
         self._where[key] = index
         self._newest = index
         self.touch(index)
+        self._sort(index)
 
     def use(self, index: int, task: Task) -> None:
         self.slots[index].users.append(task)
@@ -202,4 +208,3 @@ class Pool:
     def touch(self, index: int) -> None:
         self._clock += 1
         self.slots[index].last_use = self._clock
-        self._sort(index)
