@@ -1,8 +1,9 @@
 """Activations on their way through the tiers: those needed soonest are nearest to the device."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from fuyou.layout.model_layout import Phase, Visit
+from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.buffer_pool import NEVER, Pool
 from fuyou.schedule.tasks import Activation, Op, StepList, Task
 
@@ -57,25 +58,31 @@ class ActivationPools:
         )
         self._ssd_free = list(range(ssd))
         self._ssd: dict[Hashable, tuple[int, Task]] = {}
-        self._uses: dict[ActivationKey, list[int]] = {}
+        self._visits: Sequence[Visit] = ()
+        self._batch: BatchShape | None = None
+        self._arguments_in_turn: list[Arguments] = []  # Of each compute task of a pass
+        self._positions: dict[ActivationKey, list[int]] = {}  # Compute tasks that read each activation, last first
+        self._uses: dict[ActivationKey, list[int]] = {}  # The same for what is left of the pass
+        self.arguments: Iterator[Arguments] = iter(())
+        """Arguments of the pass's compute tasks, in order."""
         self._list = StepList(0)
         self._bytes = 0
         self._ssd_users: dict[int, list[Task]] = {}
 
-    def begin(
-        self, step: StepList, visits: Sequence[Visit], micro_batches: Callable[[Visit], range], nbytes: int
-    ) -> None:
+    def begin(self, step: StepList, visits: Sequence[Visit], batch: BatchShape, nbytes: int) -> None:
         """Start a pass, with no activation alive and every use known; each takes ``nbytes``."""
+        if visits is not self._visits or batch != self._batch:
+            self._visits, self._batch = visits, batch
+            self._arguments_in_turn = [
+                self._arguments(visit, micro) for visit in visits for micro in batch.micro_batches_of(visit)
+            ]
+            self._positions = {}
+            for position, (inputs, _) in reversed([*enumerate(self._arguments_in_turn)]):
+                for key in inputs:
+                    self._positions.setdefault(key, []).append(position)
         self._list, self._bytes = step, nbytes
-        self._uses = {}
-        position = 0
-        for visit in visits:
-            for micro in micro_batches(visit):
-                for key in self._arguments(visit, micro)[0]:
-                    self._uses.setdefault(key, []).append(position)
-                position += 1
-        for uses in self._uses.values():
-            uses.reverse()  # the next use is the last element
+        self._uses = {key: positions.copy() for key, positions in self._positions.items()}
+        self.arguments = iter(self._arguments_in_turn)
 
     def fetch(self, key: ActivationKey, pinned: list[ActivationKey], task: Task) -> int:
         """Return the device buffer that will hold ``key`` when ``task`` starts."""

@@ -5,6 +5,7 @@ computation overlap, then activations in the fastest tier with room, then parame
 optimizer states that need not be read at all.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -79,8 +80,9 @@ class MemoryPlanner:
         return self._plan([Batch(rows, seq_len, 1, loss, chunk=size) for size in reversed(sizes)])
 
     def _block_is_too_large(self) -> bool:
-        """Return whether a block's parameters alone exceed the device's memory, so that shorter rows do not help."""
-        return self.shape.sizes[Kind.BLOCK].device_nbytes > self.device_limit
+        """Return whether a block's parameters alone, as stored and decoded, exceed the device's memory, so that shorter
+        rows do not help."""
+        return self.shape.sizes[Kind.BLOCK].device_nbytes + self.shape.decoded_nbytes > self.device_limit
 
     def _chunk_obstacle(self, chunk: int | None = None) -> str | None:
         """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""
@@ -141,14 +143,16 @@ class MemoryPlanner:
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
         saved = self._saved_buffers(batch)
         device = self._needed(_with_saved(device, saved, batch))
-        widths = [
-            columns
-            for columns in _head_ladder(batch)
-            if counter.count(batch, device, 0.0, columns).device_bytes <= self.device_limit
-        ]
+
+        @functools.cache
+        def fits_device(columns: int) -> bool:
+            return counter.count(batch, device, 0.0, columns).device_bytes <= self.device_limit
+
         for (adapters, passing), (counts, ring), columns in itertools.product(
-            self._adapter_ladder(), _host_ladder(device), widths
+            self._adapter_ladder(), _host_ladder(device), _head_ladder(batch)
         ):
+            if not fits_device(columns):
+                continue
             counts = replace(self._needed(counts), host_adapters=adapters, host_adapter_gradients=passing)
             filler = _Filler(self, counter, batch, ring, columns)
             filled = filler.add_activations(counts) if filler.host_room(counts) >= 0 else None

@@ -110,8 +110,8 @@ class Scheduler:
         assert not self._gradients.kept, "resolve the speculation of the step before"
         self._list, self._batch = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks), batch
         self._pass.follow(self._training_visits())
-        self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
-        self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
+        self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch, batch.kept_bytes)
         self._durable = commit
         for visit in self._in_turn():
             if visit.phase in FORWARD_PHASES:
@@ -147,8 +147,8 @@ class Scheduler:
         training = self._pass.visits
         # What stays is for the next forward pass.
         self._pass.follow(self.shape.visits(False, batch.micro_batches, together=batch.together))
-        self._activations.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.activation_bytes)
-        self._saved.begin(self._list, self._pass.visits, batch.micro_batches_of, batch.kept_bytes)
+        self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch, batch.kept_bytes)
         for visit in self._in_turn():
             self._visit(visit, train=False)
         self._pass.follow(training)
@@ -221,7 +221,7 @@ class Scheduler:
                 first=trained is not None and micro == micros[0] and not accumulates,
                 last=micro == micros[-1],
             )
-            self._move_activations(visit, compute, train)
+            self._move_activations(compute, train)
             self._list.tasks.append(compute)
         assert compute is not None
         for record in records:
@@ -232,10 +232,11 @@ class Scheduler:
             if visit.completes:
                 self._finish_gradient(trained, gradient, compute)
 
-    def _move_activations(self, visit: Visit, compute: ComputeTask, train: bool) -> None:
-        inputs, outputs = hidden_arguments(visit, compute.micro)
-        saves = train or self._batch.chunks > 1
-        saved_input, saved_output = self._saved_arguments(visit, compute.micro) if saves else ([], [])
+    def _move_activations(self, compute: ComputeTask, train: bool) -> None:
+        inputs, outputs = next(self._activations.arguments)
+        saved_input, saved_output = next(self._saved.arguments)
+        if not (train or self._batch.chunks > 1):
+            saved_input, saved_output = [], []
         # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
         for key in saved_input:
             compute.kept = self._saved.fetch(key, saved_input, compute)

@@ -180,6 +180,7 @@ class ActivationPlanner:
 
     def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
         self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
+        self._known: dict[tuple[int, int], SavedOutputs] = {}  # by rows and length: planning memory asks again and again
         layers = len(stack.blocks)
         count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
         if not 0 <= count <= layers:
@@ -194,6 +195,11 @@ class ActivationPlanner:
         Raises:
             UserError: no outputs of this model can be saved.
         """
+        if (rows, seq_len) not in self._known:
+            self._known[rows, seq_len] = self._saved(rows, seq_len)
+        return self._known[rows, seq_len]
+
+    def _saved(self, rows: int, seq_len: int) -> SavedOutputs:
         trace, policy = self._trace(seq_len), self._policy
         if trace is None:
             return SavedOutputs((), 0, 0.0)
