@@ -1,6 +1,7 @@
 """The job that a plan is made for: a model, a batch, and settings, without weights; and pieces for its blocks."""
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -179,7 +180,8 @@ def job_of_run(
         **planned,
         whole_blocks=options.store.resume and planned["piece_bytes"] is None,
         clipped_share=statistics.share,
-        reads_rows=lambda name: model.weights.reads_rows(name),  # weights are not opened for whole blocks
+        # Weights are not opened for whole blocks; several cuts ask for the same names
+        reads_rows=functools.cache(lambda name: model.weights.reads_rows(name)),
     )
 
 
