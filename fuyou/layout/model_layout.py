@@ -23,6 +23,8 @@ class Phase(Enum):
     BLOCK_BACKWARD = "backward"
     EMBED_BACKWARD = "embedding backward"
 
+    __hash__ = object.__hash__  # there is one object for each member; Enum's own hash runs in Python, millions of times
+
 
 BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})  # Phases before the head
 # Phases up to the one in which the loss becomes known; a head's forward and backward pass are one phase.

@@ -122,6 +122,8 @@ class Kind(Enum):
     ADAPTER = "adapter"  # Trained parameters of a block, the embeddings or the head whose other parameters are frozen
     TOWER = "tower"  # Frozen parameters of towers (image encoders), which stay on the device
 
+    __hash__ = object.__hash__  # as of Phase
+
 
 @dataclass(frozen=True)
 class Record:

@@ -31,7 +31,7 @@ from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
 
-_MAX_TASKS = 256  # Visits times micro-batches in a step that is only simulated to compare
+_MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated to compare
 # Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
 # memory, when a step has been committed, is what the step after the next waits for.
 _STEPS, _STEPS_DEFERRING, _STEPS_WRITING_LATE = 2, 3, 4
@@ -310,7 +310,7 @@ class Evaluator:
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     """Return a plan for the same step in fewer, larger micro-batches, regardless of device memory."""
     several, counts = plan.batch.micro_batches, plan.counts
-    few = max(2, _MAX_TASKS // (2 * layers))
+    few = max(1, _MAX_TASKS // (2 * layers))
     if several < 2 * few or plan.batch.chunks > 1:
         return plan
     batch = replace(plan.batch, micro_rows=-(-plan.batch.rows // few))

@@ -98,51 +98,62 @@ class Simulation:
 
     def work(self, resource: Resource, seconds: float, done: Done) -> None:
         """Let ``resource`` work for ``seconds``, then call ``done``."""
-        start = self.now
+        end = self.now + seconds
+        self.note(resource, self.now, end)
+        self.call_at(end, done)
 
-        def end() -> None:
-            self.note(resource, start)
-            done()
-
-        self.call_later(seconds, end)
-
-    def note(self, resource: Resource, start: float) -> None:
-        """Note that ``resource`` has worked from ``start`` until now."""
+    def note(self, resource: Resource, start: float, end: float) -> None:
+        """Note that ``resource`` works from ``start`` to ``end``."""
         spans = self.intervals.setdefault(resource, [])
         if spans and spans[-1][1] >= start:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], self.now))
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         else:
-            spans.append((start, self.now))
+            spans.append((start, end))
+
+
+class SimulatedLink:
+    """A link or a network: moves one thing after the other."""
+
+    def __init__(self, clock: Simulation, bytes_per_second: float, start_seconds: float = 0.0):
+        self._clock, self._free_at = clock, 0.0
+        self._bytes_per_second, self._start_seconds = bytes_per_second, start_seconds
+
+    def move(self, task: Task, done: Done) -> None:
+        """Move the bytes of ``task``, then call ``done``."""
+        task.started_at = max(self._clock.now, self._free_at)
+        self._free_at = task.started_at + (task.nbytes / self._bytes_per_second + self._start_seconds)
+        self._clock.call_at(self._free_at, done)
 
 
 @dataclass(eq=False)
-class _Work:
-    """Work of a server, in pieces of equal length."""
+class _Transfer:
+    """Bytes that move from or to the drives, in pieces of equal length."""
 
     pool: int
     seconds: float  # Seconds of a piece
     pieces: int  # Number of pieces that are left
-    task: Task | None  # Task that starts with the first piece
     done: Done
 
 
-class SimulatedServer:
-    """A link, a network, or all SSDs: does one piece of work after the other, alternately for two pools.
+class SimulatedDrives:
+    """All SSDs: move one piece after the other, alternately for two pools of threads.
 
-    While only one pool has work, all pieces of a work are simulated as one event, which work for the other cuts short.
+    While only one pool has work, the pieces of a transfer are one event, which work for the other pool cuts short.
     """
 
-    def __init__(self, clock: Simulation, resource: Resource):
-        self._clock, self._resource = clock, resource
-        self._queues: tuple[deque[_Work], ...] = (deque(), deque())
+    def __init__(self, clock: Simulation, rates: TaskRates, piece_bytes: int):
+        self._clock, self._rates, self._piece_bytes = clock, rates, piece_bytes
+        self._queues: tuple[deque[_Transfer], ...] = (deque(), deque())
         self._turn = 0
-        self._current: _Work | None = None
+        self._current: _Transfer | None = None
         self._began = 0.0
-        self._ends: list[float] = []  # Times at which pieces of the current work end
+        self._ends: list[float] = []  # Times at which pieces of the current transfer end
 
-    def submit(self, seconds: float, done: Done, *, task: Task | None = None, pool: int = 0, pieces: int = 1) -> None:
-        """Work for ``seconds``, then call ``done``. ``task`` starts with the first of the pieces."""
-        self._queues[pool].append(_Work(pool, seconds / pieces, pieces, task, done))
+    def move(self, pool: int, read: bool, nbytes: int, done: Done) -> None:
+        """Move ``nbytes``, then call ``done``."""
+        rate = self._rates.read_bytes_per_second if read else self._rates.write_bytes_per_second
+        pieces = max(1, -(-nbytes // self._piece_bytes))
+        self._queues[pool].append(_Transfer(pool, nbytes / rate / pieces, pieces, done))
         if self._current is None:
             self._serve()
         elif self._current.pool != pool and len(self._ends) > 1:
@@ -153,44 +164,29 @@ class SimulatedServer:
         queue = self._queues[self._turn] or self._queues[1 - self._turn]
         if not queue:
             return
-        work, now = queue[0], self._clock.now
-        self._current, self._began, self._turn = work, now, 1 - work.pool
-        if work.task is not None:
-            work.task.started_at, work.task = now, None
-        if work.pieces == 1 or self._queues[self._turn]:
-            self._ends = [now + work.seconds]
+        transfer, now = queue[0], self._clock.now
+        self._current, self._began, self._turn = transfer, now, 1 - transfer.pool
+        if transfer.pieces == 1 or self._queues[self._turn]:
+            self._ends = [now + transfer.seconds]
         else:  # each from the end of the one before, as if it were an event
-            self._ends = list(itertools.accumulate([work.seconds] * work.pieces, initial=now))[1:]
+            self._ends = list(itertools.accumulate([transfer.seconds] * transfer.pieces, initial=now))[1:]
         self._end_later()
 
     def _end_later(self) -> None:
         self._clock.call_at(self._ends[-1], functools.partial(self._end, self._ends))
 
     def _end(self, ends: list[float]) -> None:
-        work = self._current
-        if ends is not self._ends or work is None:
+        transfer = self._current
+        if ends is not self._ends or transfer is None:
             return  # cut short
-        self._clock.note(self._resource, self._began)
-        self._current, self._ends = None, []
-        work.pieces -= len(ends)
-        if not work.pieces:
-            self._queues[work.pool].popleft()
-            work.done()
+        self._clock.note(Resource.SSD, self._began, self._clock.now)
+        self._current = None
+        transfer.pieces -= len(ends)
+        if not transfer.pieces:
+            self._queues[transfer.pool].popleft()
+            transfer.done()
         if self._current is None:
             self._serve()
-
-
-class SimulatedDrives(SimulatedServer):
-    """All SSDs, at which two pools of threads queue."""
-
-    def __init__(self, clock: Simulation, rates: TaskRates, piece_bytes: int):
-        super().__init__(clock, Resource.SSD)
-        self._rates, self._piece_bytes = rates, piece_bytes
-
-    def move(self, pool: int, read: bool, nbytes: int, done: Done) -> None:
-        """Move ``nbytes``, then call ``done``."""
-        rate = self._rates.read_bytes_per_second if read else self._rates.write_bytes_per_second
-        self.submit(nbytes / rate, done, pool=pool, pieces=max(1, -(-nbytes // self._piece_bytes)))
 
 
 @dataclass
@@ -320,14 +316,13 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = Simulation()
-        # Of each link, bytes per second and the seconds that a transfer takes besides its bytes
-        self._link_rates = {
-            Resource.HOST_TO_DEVICE: (rates.upload_bytes_per_second, 0.0),
-            Resource.DEVICE_TO_HOST: (rates.download_bytes_per_second, 0.0),
-            Resource.INTRA_NODE: (rates.intra_node_bytes_per_second, rates.message_seconds),
-            Resource.INTER_NODE: (rates.inter_node_bytes_per_second, rates.message_seconds),
+        intra_node, inter_node = rates.intra_node_bytes_per_second, rates.inter_node_bytes_per_second
+        self._links = {
+            Resource.HOST_TO_DEVICE: SimulatedLink(self._clock, rates.upload_bytes_per_second),
+            Resource.DEVICE_TO_HOST: SimulatedLink(self._clock, rates.download_bytes_per_second),
+            Resource.INTRA_NODE: SimulatedLink(self._clock, intra_node, rates.message_seconds),
+            Resource.INTER_NODE: SimulatedLink(self._clock, inter_node, rates.message_seconds),
         }
-        self._links = {resource: SimulatedServer(self._clock, resource) for resource in self._link_rates}
         self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
@@ -377,15 +372,16 @@ class Simulator:
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
                 self._occupy(lane, task, Resource.GPU, rates.compute_seconds(task))
-            case _ if task.op.resource in self._links:
-                self._copy(lane, task)
+            case _ if (link := self._links.get(task.op.resource)) is not None:
+                self._running.add(lane)
+                link.move(task, functools.partial(self._leave, lane, task))
             case Op.STEP:
-                self._clock.call_later(0.0, lambda: self._finish(task))
+                self._clock.call_later(0.0, functools.partial(self._finish, task))
             case Op.COMMIT:
                 self._occupy(lane, task, Resource.NONE, rates.commit_seconds)
             case Op.STATE_READ:
                 self._optimizer.announce(known(task.record), resident=not task.nbytes)
-                self._clock.call_later(0.0, lambda: self._finish(task))
+                self._clock.call_later(0.0, functools.partial(self._finish, task))
             case Op.UPDATE:
                 self._optimizer.update(task)
             case Op.STATE_WRITE:
@@ -393,15 +389,9 @@ class Simulator:
             case Op.PARAMETER_READ_DEVICE:
                 self._read_to_device(task)
             case Op.RESIDENT_WRITE:
-                self._drives.move(1, False, task.nbytes, lambda: self._finish(task))
+                self._drives.move(1, False, task.nbytes, functools.partial(self._finish, task))
             case _:
-                self._drives.move(0, task.op in SSD_READS, task.nbytes, lambda: self._finish(task))
-
-    def _copy(self, lane: Op, task: Task) -> None:
-        self._running.add(lane)
-        bytes_per_second, start_seconds = self._link_rates[task.op.resource]
-        seconds = task.nbytes / bytes_per_second + start_seconds
-        self._links[task.op.resource].submit(seconds, lambda: self._leave(lane, task), task=task)
+                self._drives.move(0, task.op in SSD_READS, task.nbytes, functools.partial(self._finish, task))
 
     def _read_to_device(self, task: Task) -> None:
         ended: list[None] = []
@@ -412,12 +402,11 @@ class Simulator:
                 self._finish(task)
 
         self._drives.move(0, True, task.nbytes, end)
-        seconds = task.nbytes / self._rates.upload_bytes_per_second
-        self._links[Resource.HOST_TO_DEVICE].submit(seconds, end, task=task)
+        self._links[Resource.HOST_TO_DEVICE].move(task, end)
 
     def _occupy(self, lane: Op, task: Task, resource: Resource, seconds: float) -> None:
         self._running.add(lane)
-        self._clock.work(resource, seconds, lambda: self._leave(lane, task))
+        self._clock.work(resource, seconds, functools.partial(self._leave, lane, task))
 
     def _leave(self, lane: Op, task: Task) -> None:
         self._running.discard(lane)
