@@ -244,16 +244,16 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         with activity("planning", announced=True):
             return plan_cluster(settings, settings.batch_size if is_given else None)
     elif command == "plan" and settings.compare is not None:
-        with activity("planning: steps of this run are simulated on each machine", announced=True):
+        with _loading(settings):
             from cli.plan.compare import run_compare
 
-            _quiet(settings)
+        with activity("planning: steps of this run are simulated on each machine", announced=True):
             return run_compare(settings, settings.compare)
     elif command == "plan":
-        with activity("planning: steps of this run are simulated", announced=True):
+        with _loading(settings):
             from cli.plan.out_of_core import run_plan
 
-            _quiet(settings)
+        with activity("planning: steps of this run are simulated", announced=True):
             return run_plan(settings)
     elif rank is not None and settings.nodes != rank.nodes:
         raise UserError(f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}.")

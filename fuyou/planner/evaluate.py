@@ -102,6 +102,21 @@ class Evaluator:
         rate = rates.backward_flops_per_second or rates.flops_per_second
         return self._left_out(recomputation) * 2 * self.job.block_parameters * self.job.tokens / rate
 
+    def spilling_seconds(self, candidate: Candidate) -> float:
+        """Return for how long, at least, the drives keep the forward pass of ``candidate`` longer than its computing.
+
+        Of the outputs that it saves, what memory cannot hold must be on the drives when the pass ends.
+        """
+        job, memory = self.job, self.memory(candidate)
+        batch, counts = memory.batch, memory.counts
+        if not memory.kept_bytes or batch.chunks > 1:
+            return 0.0
+        sets = len(self.activation_planner(candidate).layers) * batch.micro_batches
+        spilled = (sets - counts.device_kept - counts.host_kept) * memory.kept_bytes
+        rates, visits = self._rates_for(batch.micro_rows), len(job.shape.blocks) * batch.micro_batches
+        computing = 2 * job.block_parameters * job.tokens / job.shape.share.world_size / rates.flops_per_second
+        return max(0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0]))
+
     def _left_out(self, recomputation: Recomputation) -> float:
         """Return the fraction of all blocks' forward FLOPs that the backward pass does not compute again."""
         layers = len(self.job.shape.blocks)

@@ -163,7 +163,8 @@ def _better(evaluator: Evaluator, best: Plan, candidate: Candidate) -> Plan:
     if nothing_to_gain or not evaluator.fits(candidate):
         return best
     saved = evaluator.saved_seconds(candidate) - evaluator.saved_seconds(best.candidate)
-    if best.busy[Resource.GPU] - saved > (1 - WORTH) * best.step_seconds:
+    least = best.busy[Resource.GPU] - saved + evaluator.spilling_seconds(candidate)
+    if least > (1 - WORTH) * best.step_seconds:
         return best
     other = evaluator.evaluate(candidate)
     return other if other.step_seconds < (1 - WORTH) * best.step_seconds else best
