@@ -56,7 +56,7 @@ class HoldOut:
 
     @property
     def mixture(self) -> bool:
-        return self.model in ("gpt-oss-20b", "qwen3-235b-a22b")
+        return self.model in ("gpt-oss-20b", "gpt-oss-20b-flash", "qwen3-235b-a22b")
 
 
 @cache
