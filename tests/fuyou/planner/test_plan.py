@@ -1,5 +1,6 @@
 """Plans of a small model on machines whose figures can be worked out by hand."""
 
+import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import find_blocks
 from fuyou import Engine
 from fuyou.layout.model_layout import BufferCounts
+from fuyou.model.recompute.policy import ActivationPolicy, savable_outputs
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Machine, TrainingJob, describe_training, search
 from fuyou.planner.evaluate import Evaluator, merge_micro_batches
 from fuyou.planner.plan import Candidate
+from fuyou.planner.search import choose
 from fuyou.planner.simulator import TaskRates, simulate
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
@@ -147,6 +150,33 @@ def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: Traini
     elements = sum(record.numel for record in job.shape.records)
     assert written[256] == 12 * elements
     assert 12 * elements < written[140] <= 14 * elements
+
+
+def test_saved_outputs_that_cannot_leave_memory_in_time_are_not_simulated(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = TaskRates(1e11, 1e10, 1e10, 4e8, 1e8, 1e10)
+    skipping = Evaluator(replace(job, rows=64, micro_batch=4), machine(rates, host=146 << 20))
+    assert skipping.trace is not None
+    operators = tuple((output.operator, output.ordinal) for output in savable_outputs(skipping.trace))
+    candidate = Candidate(4, activation_policy=ActivationPolicy(operators, LAYERS))
+    plan = skipping.evaluate(candidate)
+    assert 0 < skipping.spilling_seconds(candidate) <= plan.step_seconds - plan.busy[Resource.GPU]
+    best, tried = choose(skipping), len(skipping.tried()) - 1
+    monkeypatch.setattr(Evaluator, "spilling_seconds", lambda self, candidate: 0.0)
+    trying = Evaluator(skipping.job, skipping.machine)
+    assert choose(trying).candidate == best.candidate
+    assert len(trying.tried()) > tried
+
+
+def test_simulations_run_without_garbage_collection(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled, evaluate = [], Evaluator.evaluate
+    monkeypatch.setattr(
+        Evaluator, "evaluate", lambda *args, **kwargs: enabled.append(gc.isenabled()) or evaluate(*args, **kwargs)
+    )
+    gc.enable()
+    search(job, machine())
+    assert gc.isenabled() and not any(enabled[:-1])
 
 
 def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> None:

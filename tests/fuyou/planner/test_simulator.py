@@ -1,12 +1,14 @@
 """The simulator runs the engine's task lists: no resource is faster than its rate, no task is early."""
 
+import functools
+import random
 from dataclasses import replace
 
 import pytest
 
 from fuyou.layout.model_layout import Recomputation
 from fuyou.planner.evaluate import busy_seconds
-from fuyou.planner.simulator import Simulator, TaskRates
+from fuyou.planner.simulator import SimulatedDrives, Simulation, Simulator, TaskRates
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList, Task
@@ -45,6 +47,44 @@ def test_what_goes_past_host_memory_keeps_drives_and_link_busy(slow: str, resour
     expected = (past + up if resource is Resource.HOST_TO_DEVICE else lists[-1].ssd_read_bytes()) / 1e6
     assert simulation.step_seconds() == pytest.approx(expected, rel=0.02)
     assert busy_seconds(lists[-1], rates)[resource] == pytest.approx(expected, rel=1e-6)
+
+
+def one_by_one(transfers: list[tuple[float, int, int]], piece_seconds: float) -> list[float]:
+    """Return when each transfer (its time, pool, and pieces) is done, piece by piece, alternately for two pools."""
+    queues: list[list[list[int]]] = [[], []]
+    ends, now, turn, waiting = [0.0] * len(transfers), 0.0, 0, list(range(len(transfers)))
+    while waiting or any(queues):
+        if not any(queues):
+            now = max(now, transfers[waiting[0]][0])
+        while waiting and transfers[waiting[0]][0] <= now:
+            number = waiting.pop(0)
+            queues[transfers[number][1]].append([number, transfers[number][2]])
+        queue = queues[turn] or queues[1 - turn]
+        turn = 1 - queues.index(queue) if queues[0] != queues[1] else 1 - turn
+        now += piece_seconds
+        queue[0][1] -= 1
+        if not queue[0][1]:
+            ends[queue.pop(0)[0]] = now
+    return ends
+
+
+def test_drives_alternate_between_pools_piece_by_piece() -> None:
+    """What comes while the other pool has the drives waits for one piece; pieces of one pool alone are one event."""
+    draw = random.Random(5)
+    transfers = sorted((round(draw.uniform(0, 40), 3), draw.randrange(2), draw.randrange(1, 9)) for _ in range(60))
+    clock, rates, ends = Simulation(), replace(FAST, read_bytes_per_second=10.0), [0.0] * len(transfers)
+    drives = SimulatedDrives(clock, rates, 1)
+    for number, (time, pool, pieces) in enumerate(transfers):
+
+        def done(number: int = number) -> None:
+            ends[number] = clock.now
+
+        clock.call_at(time, functools.partial(drives.move, pool, True, pieces, done))
+    clock.run()
+    assert ends == pytest.approx(one_by_one(transfers, 0.1))
+    alone = Simulation()
+    SimulatedDrives(alone, rates, 1).move(0, True, 1000, lambda: None)
+    assert len(alone._events) == 1 and alone._events[0][0] == pytest.approx(100)
 
 
 def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PreTrainedConfig
 
 from common.errors import UserError
+from common.models.adapters.options import AdapterOptions
 from fuyou.layout.cutting import BYTES_PER_ELEMENT, filling_bytes, whole_elements
+from fuyou.layout.frozen_weights import FrozenDtype
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
 from fuyou.model.chunk_survey import chunk_survey
 from fuyou.pieces.division import in_pieces
+from fuyou.planner import describe_training
 from fuyou.schedule.batch import Batch
 from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
@@ -274,4 +277,16 @@ def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
         assert planner.plan(1, 16, 1, chunk=chunk).batch.chunks == 1
     assert not looks
     assert planner.plan(1, 16, 1, chunk=8).batch.chunks == 2
+    assert looks
+
+
+def test_no_chunks_are_tried_where_a_decoded_block_exceeds_the_device() -> None:
+    adapters = AdapterOptions(rank=4).peft_config()
+    job, looks = describe_training(config(), 1, 4096, adapters=adapters, frozen=FrozenDtype.NF4), []
+    shape = replace(job.shape, key_memory=lambda: looks.append(1) or chunk_survey(job.stack).memory)
+    limit = shape.decoded_nbytes + shape.sizes[Kind.BLOCK].device_nbytes
+    for device in (limit - 1, limit):
+        assert not looks
+        with pytest.raises(UserError):
+            MemoryPlanner(shape, job.config, device, 1 << 30, False).plan(1, 4096, 1)
     assert looks
