@@ -180,9 +180,7 @@ class ActivationPlanner:
 
     def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
         self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
-        self._known: dict[
-            tuple[int, int], SavedOutputs
-        ] = {}  # By rows and length
+        self._known: dict[tuple[int, int], SavedOutputs] = {}  # By rows and length
         layers = len(stack.blocks)
         count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
         if not 0 <= count <= layers:
