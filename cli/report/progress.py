@@ -35,6 +35,7 @@ def painted(text: str, code: int) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if has_colors() else text
 
 
+_BAR = 10  # Columns of the bar
 _RECENT = 20  # Steps whose median duration tells the time that is left
 
 
@@ -48,7 +49,7 @@ class Progress:
             total=total,
             file=sys.stderr,
             disable=not draws_on(sys.stderr),
-            bar_format="{bar:10} {desc}{postfix}",  # with a bar in it, tqdm cuts the line to the terminal
+            bar_format=f"{{bar:{_BAR}}} {{desc}}",  # with a bar in it, tqdm cuts the line to the terminal
             dynamic_ncols=True,
             delay=1e-9,  # nothing before the first step
         )
@@ -61,8 +62,11 @@ class Progress:
         progress = f"step {step}/{self._total}{wait}"
         if not self._bar.disable:
             self._bar.n = step
-            self._bar.set_description_str(progress, refresh=False)
-            self._bar.set_postfix_str(printable(text))
+            room = (self._bar.format_dict["ncols"] or 80) - _BAR - 1
+            parts = [progress, *printable(text).split(", ")]
+            while len(parts) > 1 and len(", ".join(parts)) > room:
+                parts.pop()  # whole figures: "3.4 K tokens/s" cut to "3.4 K tokens" is another one
+            self._bar.set_description_str(", ".join(parts))
         elif step % self._every == 0 or step == self._total:
             print(f"{progress}: {printable(text)}", flush=True)
 
