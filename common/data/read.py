@@ -222,6 +222,8 @@ def _rest(path: Path, file: IO[bytes]) -> bytes:
 
 def _parsed(path: Path, text: str, line: int | None = None) -> Any:
     """Return the value of a line of JSON; without a number, of all lines."""
+    if line is not None:
+        text = text.rstrip()  # an error at the end of a line is in that line, and not in the next one
     try:
         if len(text) < _LONG_LINE:
             return parse_json(text)

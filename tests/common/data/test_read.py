@@ -171,6 +171,7 @@ CUT = gzip.compress(b'{"text": "x"}\n' * 100, mtime=0)[:-20]
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("a.jsonl", b'{"text": "a"}\n{"text": "b}\n{"text": "c"}\n', ["line 2 is not JSON"]),
     ("a.jsonl", b'{"text": "a"}\nhello\n', ["line 2", "hello"]),
+    ("a.jsonl", b'{"text": {"a": 1\n', ["line 1 is not JSON", 'at column 17): {"text": {"a": 1']),
     ("a.jsonl", b"hello\n", ["line 1", "hello"]),
     ("a.jsonl", b"null\n", ["line 1", "null"]),
     ("a.json", b"null\n", ["line 1", "null"]),
