@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shlex
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -405,9 +406,12 @@ class EarlierRun:
         elif {place.path for place in record.places} <= {str(path.absolute()) for path in run_places(self.stores)}:
             where = f"its store in {paths} has no commit any more. If it moved to other drives, name these with --ssd"
         else:
-            where = (
-                f"its store is in {paths}, and not in {looked}. Correct --ssd, or name what it is to leave: --leave-ssd"
-            )
+            where = f"its store is in {paths}, and not in {looked}. "
+            if settings.ssd and Path(record.places[0].path).parent.resolve() == self.output.resolve():
+                moving = shlex.join(["mv", paths, str(self.stores[0])])
+                where += f"To move it there, enter `{moving}`, and then this command again without --leave-ssd"
+            else:
+                where += "Correct --ssd, or name what it is to leave: --leave-ssd"
         return (
             f"The run in {self.output} {state}, and {where}. To give it up and begin at step 1, {begin_again}; to keep "
             "it and begin another run, give another --output."

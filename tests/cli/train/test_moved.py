@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 from pathlib import Path
@@ -63,6 +65,21 @@ def test_a_run_continues_wherever_its_directories_are(
     assert not any(any(drive.iterdir()) for drive in drives("x", "y"))
     assert losses(out) == losses(whole)
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_store_in_the_output_moves_to_a_drive(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    output, drive = tmp_path / "an output", tmp_path / "a drive"
+    drive.mkdir()
+    assert finetune("--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output).status == 0
+    moved = ("--output", output, "--steps", 2, "--resume", "--ssd", drive)
+    refused = finetune(*moved, "--leave-ssd", output)
+    command = re.search("enter `mv (.+)`", refused.err)
+    assert refused.status == 2 and command, refused.err
+    shutil.move(*shlex.split(command[1]))
+    done = finetune(*moved)
+    assert done.status == 0 and "resume   after step 1 of 2" in done.out, done.err
 
 
 def _is_direct(descriptor: int) -> bool:
