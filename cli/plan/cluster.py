@@ -13,7 +13,7 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.models.adapters.adapted_model import AdaptedModel
 from common.models.presets import load_config
-from common.units import format_bytes, format_count, format_seconds
+from common.units import counted, format_bytes, format_count, format_seconds
 from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_node, plan
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
@@ -103,7 +103,8 @@ def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
         f"{cluster.title}: {levels.nodes} nodes with {levels.ranks_per_node} devices, "
         f"{format_bytes(cluster.device_memory_bytes)} each",
         f"{format_count(workload.parameters)} parameters, {format_count(workload.trainable)} of them trainable; "
-        f"{workload.micro_batches} micro-batches of {workload.micro_batch} x {workload.seq_len} tokens on each device",
+        f"{counted(workload.micro_batches, 'micro-batch', 'micro-batches')} of {workload.micro_batch} x "
+        f"{workload.seq_len} tokens on each device",
         "",
         f"{len(fitting)} of {len(result.estimates)} strategies fit. gather, reduce, spread: bytes that a node sends to "
         "others per step; inside: to itself.",

@@ -1,5 +1,6 @@
 """Describe a plan as text and as a page: what is trained where, how fast, and what bounds it."""
 
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -160,10 +161,8 @@ def _limits(result: Plan) -> list[str]:
             if 0 <= number < len(result.frontier):
                 rows += row(label, _neighbor(result, result.frontier[number]))
     tokens = result.gpu_bound_tokens
-    rows += row(
-        "batch",
-        f"computing is the bound from {tokens:,.0f} tokens per step ({-(-tokens // job.seq_len):,.0f} sequences)",
-    )
+    sequences = counted(math.ceil(tokens / job.seq_len), "sequence")
+    rows += row("batch", f"computing is the bound from {tokens:,.0f} tokens per step ({sequences})")
     if result.assumptions:
         rows += row("assumed", "; ".join(result.assumptions))
     return rows

@@ -48,7 +48,7 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
     held_out = settings.eval_split or 0.0
     tokens = (1 - held_out) * sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
     steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
-    return steps, f", estimated: {format_count(tokens)} tokens in {counted(len(files), 'file')} by their size"
+    return steps, f", estimated: {format_count(round(tokens))} tokens in {counted(len(files), 'file')} by their size"
 
 
 def run_rows(result: Plan, settings: Settings) -> dict[str, str]:

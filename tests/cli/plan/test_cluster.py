@@ -55,6 +55,11 @@ def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.Capt
     assert f"  {gain:.2f} times as fast as zero3, plain FSDP2" in out
 
 
+def test_a_single_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*A800, "--nodes", "128", "--gpus-per-node", "8"]) == 0
+    assert "; 1 micro-batch of 1 x 1024 tokens" in capsys.readouterr().out
+
+
 def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     preset = (
         "name = 'x'\ndevice_memory = '80GB'\nhost_memory = '1TB'\nbf16_tflops = 300\nreached = 0.5\n"

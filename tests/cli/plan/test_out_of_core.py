@@ -16,7 +16,7 @@ def test_a_plan_for_people(finetune: Finetune) -> None:
     assert outcome.status == 0, outcome.err
     lines = outcome.out.splitlines()
     assert all(len(line) <= 100 for line in lines)
-    for label in ("step", "bound", "busy", "device", "host", "SSD", "schedule", "drives", "batch"):
+    for label in ("step", "bound", "busy", "device", "host", "SSD", "schedule", "start", "drives", "batch"):
         assert any(line.startswith(label) for line in lines), label
     assert sum("░" in line or "█" in line for line in lines) == 5
     assert "4 x Intel SSD D7-P5510" in lines[0]
