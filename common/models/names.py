@@ -34,8 +34,14 @@ def not_in_cache(name: str) -> UserError:
 
     return UserError(
         f"{name!r} is neither a directory nor in the local cache of huggingface_hub ({constants.HF_HUB_CACHE})."
-        f"{_nearest_directory(Path(name))} Fetch it with `hf download {name}`, or add --download."
+        f"{_nearest_directory(Path(name))} Fetch it with `hf download {name}`, or add --download.{_preset_of(name)}"
     )
+
+
+def _preset_of(name: str) -> str:
+    """Return what plans a hub's model without its weights, if there is a preset with its name."""
+    preset = Path(name).name.lower()
+    return f" A plan needs no weights: --model {preset}." if preset in preset_files("models") else ""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -86,7 +92,7 @@ def _not_a_checkpoint(directory: Path) -> str:
     if (directory / "adapter_config.json").is_file():
         return (
             f"{directory} holds a PEFT adapter, not a model: give the model that it was made for, and --adapter "
-            f"{directory} to train it further."
+            f"{directory}."
         )
     inside = sorted(entry.parent for entry in directory.glob("*/config.json"))
     hint = f" There is one in {inside[0]}." if inside else ""

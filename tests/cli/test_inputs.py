@@ -22,6 +22,7 @@ CASES = {
     "--model llama-10m --data random --ssd nowhere": "There is no directory nowhere. Make it (mkdir -p nowhere)",
     "--model llama-10m --data random --ssd README.md": "README.md is not a directory. Give --ssd a directory",
     "--model llama-10m --data random --ssd docs ./docs": "docs is given twice. Give each drive once.",
+    "plan --config qwen3-8b-lora": "A plan needs no weights: --model qwen3-8b.",
     "evaluate --model llama-10m": "finetune evaluate --model DIR --data FILE.",
     "export --output nowhere": "nowhere: name its --output, or give --model and --adapter to merge.",
     "verify nowhere": "verify: there is no file or directory 'nowhere'.",
