@@ -103,6 +103,7 @@ def run_check(settings: Settings) -> None:
         print(f"  {painted('!', RED)} {what}\n      {remedy}")
     if not problems:
         print("  nothing that was looked for")
+    print()
     _section(f"caches in {cache_directory()}", _cache_rows())
     if job:
         _section("model", [("trains as in memory", _proof(job, settings.engine.adapters))])

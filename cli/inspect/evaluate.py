@@ -66,7 +66,8 @@ def run_evaluate(settings: Settings) -> None:
                 f"The loss is {result.loss}: a weight of {settings.model} or of its adapter is not finite, or "
                 f"{job.engine.dtype} is too narrow for this model."
             )
-        print(f"data     {printable(job.held_out.description)}\neval     {result}", flush=True)
+        described = printable(job.held_out.description).replace("\n", "\n         ")
+        print(f"data     {described}\neval     {result}", flush=True)
         job.close()
 
 

@@ -58,6 +58,13 @@ def test_the_loss_is_that_of_a_plain_loop(
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "nothing is left"
 
 
+def test_lines_about_the_data_are_indented(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "completion": " b"}\n')
+    done = finetune("evaluate", "--model", checkpoint, "--data", file, "--gpu", "cpu", *FP32)
+    assert done.status == 0 and "\n         prompts: 1 record" in done.out, done.out + done.err
+
+
 def test_a_loss_that_is_not_a_number_is_an_error(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
     weights = load_file(own_checkpoint / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
