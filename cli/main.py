@@ -392,7 +392,9 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
         "chat": "Give what to chat with: finetune chat --model DIR, or --model BASE --adapter DIR.",
         "evaluate": "Give the model and the data to evaluate it on: finetune evaluate --model DIR --data FILE.",
     }
-    if settings.command == "train" and settings.resume and settings.output is not None and not settings.model:
+    if settings.command == "train" and settings.resume and not settings.model:
+        if settings.output is None:
+            raise UserError("--resume continues the run in --output DIR: name that directory.")
         raise _no_run(settings)
     if settings.command in missing and not (settings.model or settings.max_model):
         raise UserError(missing[settings.command])

@@ -46,7 +46,9 @@ OTHER_TOOLS = {
     "report-to": "--log-to", "report": "OUTPUT/run/metrics.jsonl",
     "packing": "the default", "sample-packing": "the default", "gradient-checkpointing": "the default",
     "deepspeed": "--ssd DIR... to offload, or --nodes N to shard", "fsdp": "--nodes N",
-    "sample": "finetune chat", "merge": "finetune export --model DIR --adapter OUTPUT",
+    "use-gradient-checkpointing": "the default", "load-best-model-at-end": "OUTPUT/checkpoints/best (--eval-every)",
+    "sample": "finetune chat", "generate": "finetune chat", "help": "finetune --help",
+    "merge": "finetune export --model DIR --adapter OUTPUT --output MERGED",
 }  # fmt: skip
 """Options here by their names in transformers' Trainer, TRL, LLaMA-Factory, unsloth, axolotl, and earlier versions."""
 REMOVED: dict[str, Any] = {
@@ -80,7 +82,9 @@ def load_config_file(ctx: click.Context, param: click.Parameter, file: Path | No
     except OSError as error:
         raise UserError(f"--config {file}: cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"--config {file}: this is not TOML: {error}") from error
+        raise UserError(
+            f"--config {file}: this is not TOML: {error}. `finetune recipe qwen3-8b-lora` prints such a file."
+        ) from error
     options = options_in_files(ctx)
     given = dict(_read(f"--config {file}", content, options))
     excluded = {
