@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,8 +108,8 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         sections.append(section("memory, of what is planned", memory_bars(tiers)))
     lines = job.header().replace("\n         ", "; ").splitlines()
     sections.append(section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True))
-    command = html.escape(job.settings.how_to_continue.removeprefix("To continue: "))
-    sections.append(section("to continue", f"<pre>{command}</pre>", wide=True))
+    command = shlex.join(["finetune", "--output", str(job.output.resolve()), "--resume"])  # from any directory
+    sections.append(section("to continue", f"<pre>{html.escape(command)}</pre>", wide=True))
     folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
     sections.append(section("configuration", folded, wide=True))
     name, model = job.output.name, f"{job.architecture}, {format_count(job.parameters)} parameters"
