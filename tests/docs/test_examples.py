@@ -50,6 +50,7 @@ def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read(EXAMPLES / "finetune.service")
     assert unit["Service"]["SuccessExitStatus"] == "143" and "--resume auto" in unit["Service"]["ExecStart"]
+    assert unit["Service"]["RestartPreventExitStatus"] == "2"
     assert unit["Unit"]["ConditionPathIsMountPoint"].startswith("/")
     if shutil.which("systemd-analyze"):
         words = ["systemd-analyze", "verify", "--user", EXAMPLES / "finetune.service"]
