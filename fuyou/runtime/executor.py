@@ -39,11 +39,12 @@ class Executor:
     ):
         self._handlers = handlers
         self._wait_event = wait_event
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # Tasks are there, all are done, or lanes end
+        self._awaited: dict[Task, threading.Condition] = {}  # Wakes those who wait for a task, and no other thread
         shared: deque[Task] = deque()
         self._queues: dict[Op, deque[Task]] = {op: shared if op in in_one_order else deque() for op in handlers}
         self._failure: BaseException | None = None
-        self._closed = False
         self._unfinished = 0
         lanes = {id(queue): (op.label, queue) for op, queue in self._queues.items()}
         self._threads = [
@@ -69,16 +70,12 @@ class Executor:
         Raises:
             BaseException: if any task has failed.
         """
-        waiting = list(tasks)
-        with self._changed:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                while waiting and waiting[-1].done:
-                    waiting.pop()
-                if not waiting:
-                    return
-                self._changed.wait()
+        with self._lock:
+            for task in reversed(list(tasks)):  # When the last one is done, most are
+                while not task.done and self._failure is None:
+                    self._awaited.setdefault(task, threading.Condition(self._lock)).wait()
+            if self._failure is not None:
+                raise self._failure
 
     def start(self, task: Task) -> None:
         """Block until what ``task`` waits for is done, on the device as well, and note the time."""
@@ -89,28 +86,35 @@ class Executor:
         task.started_at = time.monotonic()
 
     def finish(self, task: Task, started_at: float | None = None) -> None:
-        with self._changed:
+        with self._lock:
             if started_at is not None:
                 task.started_at = started_at
             task.finished_at = time.monotonic()
-            task.done = True
+            self._end(task)
             if task.op in self._queues:
                 self._unfinished -= 1
-            self._changed.notify_all()
+                if not self._unfinished:
+                    self._changed.notify_all()
 
     def finish_all(self, tasks: Iterable[Task]) -> None:
         """Mark tasks without a lane done that will not run, and wake all who wait."""
-        with self._changed:
+        with self._lock:
             for task in tasks:
-                task.done = True
-            self._changed.notify_all()
+                self._end(task)
+
+    def _end(self, task: Task) -> None:
+        task.done = True
+        awaited = self._awaited.pop(task, None)
+        if awaited is not None:
+            awaited.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Stop everything: every waiting thread raises ``error``. The first failure is the one that counts."""
-        with self._changed:
+        with self._lock:
             if self._failure is None:
                 self._failure = error
-            self._changed.notify_all()
+            for condition in (self._changed, *self._awaited.values()):
+                condition.notify_all()
 
     @property
     def failure(self) -> BaseException | None:
@@ -125,11 +129,7 @@ class Executor:
 
     def close(self) -> None:
         """End the lanes; what has not begun is dropped."""
-        with self._changed:
-            self._closed = True
-            if self._failure is None:
-                self._failure = RuntimeError("the engine has been closed")
-            self._changed.notify_all()
+        self.fail(RuntimeError("the engine has been closed"))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -137,8 +137,8 @@ class Executor:
     def _run_lane(self, queue: deque[Task]) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: queue or self._closed or self._failure is not None)
-                if self._closed or self._failure is not None:
+                self._changed.wait_for(lambda: queue or self._failure is not None)
+                if self._failure is not None:
                     return
                 task = queue.popleft()
             try:
