@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from common.models.attention import chunked
 from common.models.attention.kernels import KERNELS, AttentionKernels
@@ -125,6 +127,38 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module in a block's forward pass, and the operators that ran in it: ``[start, stop)``."""
+
+    module: nn.Module
+    ordinal: int  # Number of the call among this module's calls, from 0
+    start: int
+    stop: int
+
+    @staticmethod
+    def around(operators: Iterable[int], calls: Sequence["ModuleCall"]) -> "list[ModuleCall] | None":
+        """Return calls that do not overlap in which these operators ran, the innermost ones; None if one ran in no
+        call."""
+        chosen: dict[tuple[nn.Module, int], ModuleCall] = {}
+        for index in operators:
+            call = min(
+                (call for call in calls if call.start <= index < call.stop),
+                key=lambda call: call.stop - call.start,
+                default=None,
+            )
+            if call is None:
+                return None
+            chosen[call.module, call.ordinal] = call
+        return [
+            call
+            for call in chosen.values()
+            if not any(
+                other is not call and other.start <= call.start and call.stop <= other.stop for other in chosen.values()
+            )
+        ]
+
+
+@dataclass(frozen=True)
 class BlockTrace:
     """The operators of one block's forward pass, in order, and which results its backward pass needs."""
 
@@ -183,22 +217,44 @@ class Tracer(TorchDispatchMode):
         self._calls: Counter[torch._ops.OpOverload] = Counter()
         self._writers: dict[int, set[int]] = {}  # storage -> calls that have written to it since it was made
         self._saved: set[int] = set()
+        self.module_calls: list[ModuleCall] = []  # Those that have ended
+        self.is_static = True  # Whether no value has been handed to Python, which could depend on it
+        self._open: list[tuple[int, int]] = []  # Of each module's call: its ordinal, and its first operator
+        self._ordinals: Counter[nn.Module] = Counter()
+        self._module_hooks: list[RemovableHandle] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda value: value)
-        self._reads = _PythonReads(self._save)
+        self._reads = _PythonReads(self._note_read)
 
     def __enter__(self) -> "Tracer":
         self._hooks.__enter__()
         self._reads.__enter__()
+        self._module_hooks = [
+            register_module_forward_pre_hook(self._begin_call),
+            register_module_forward_hook(self._end_call, always_call=True),
+        ]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        for handle in self._module_hooks:
+            handle.remove()
         self._reads.__exit__(*error)
         self._hooks.__exit__(*error)
 
     def finish(self, *results: torch.Tensor) -> BlockTrace:
         """Return the trace; ``results`` are the tensors at which the backward pass begins."""
         return BlockTrace(self.operators, frozenset(self._saved), not _has_custom_function(results))
+
+    def _begin_call(self, module: nn.Module, _arguments: Any) -> None:
+        self._open.append((self._ordinals[module], len(self.operators)))
+        self._ordinals[module] += 1
+
+    def _end_call(self, module: nn.Module, _arguments: Any, _result: Any) -> None:
+        self.module_calls.append(ModuleCall(module, *self._open.pop(), len(self.operators)))
+
+    def _note_read(self, value: torch.Tensor) -> None:
+        self.is_static = False
+        self._save(value)
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
         self._saved |= self._writers.get(_storage(value), set())
@@ -214,6 +270,7 @@ class Tracer(TorchDispatchMode):
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.is_static = self.is_static and not _hands_over(func, args, outputs)
         memory = {_storage(value) for value in inputs if func.overloadpacket not in _SHAPE_ONLY}
         index = len(self.operators)
         self.operators.append(
@@ -271,14 +328,17 @@ def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tens
         default = function._schema.arguments[position].default_value
         dropout = args[position] if position < len(args) else kwargs.get("dropout_p", default)
         return bool(dropout != 0.0)  # attention without dropout draws nothing
+    return _hands_over(function, args, outputs) or any(
+        one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments
+    )
+
+
+def _hands_over(function: Any, args: Any, outputs: list[torch.Tensor]) -> bool:
+    """Return whether Python sees values of an operator's arguments, or a shape that depends on them."""
     if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return (
-        not outputs
-        or torch.Tag.dynamic_output_shape in tags
-        or torch.Tag.data_dependent_output in tags
-        or any(one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments)
-    )
+    dependent = torch.Tag.dynamic_output_shape in function.tags or torch.Tag.data_dependent_output in function.tags
+    return not outputs or dependent
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -110,7 +110,7 @@ class BlockBench:
         """Return functions that run the block's forward pass, and its backward pass with recomputation."""
         views = self._record.views(self._weights)
         output, upstream = torch.empty_like(hidden), torch.full_like(hidden, 1e-3)
-        replay, saved = BlockReplay(), SavedForward(None)
+        replay, saved = BlockReplay(), SavedForward((self._layer, calls.describe(self._layer)), None)
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
             return self._stack.block(self._layer, hidden, calls)

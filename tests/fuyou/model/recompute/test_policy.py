@@ -15,7 +15,8 @@ import fuyou
 from common.errors import UserError
 from common.models.meta_model import build_meta_model
 from fuyou.model.blocks.calls import BlockCalls
-from fuyou.model.recompute import policy
+from fuyou.model.operators import makes_views
+from fuyou.model.recompute import policy, replay
 from fuyou.model.recompute.block_trace import BlockTrace, Tracer
 from fuyou.model.recompute.policy import (
     ActivationPolicy,
@@ -276,6 +277,72 @@ def test_gradients_are_those_of_full_recomputation(block: Any, saves: bool | Non
             assert saved == pytest.approx(1.0)
         elif visit and saves is not None:
             assert (saved > 0) == saves
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Network(nn.Module):
+    """What it looks up is needed by nothing in the backward pass; ``turn`` changes what it does, unseen by a trace."""
+
+    def __init__(self, looks_up: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Product(), Product(), Product()
+        self.looks_up, self.turn = looks_up, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if self.turn:
+            return y.sin()
+        found = torch.eye(8)[self.last(x).detach()[:, 0].abs().long() % 8] if self.looks_up else 0.0
+        return self.last(y) + found
+
+
+@pytest.mark.parametrize("kept", [(), ("aten.tanh.default", 0), ("aten.mm.default", 1)], ids=str)
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_recomputation_follows_only_the_modules_with_short_cuts(
+    kept: tuple[str, int], looks_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    followed: list[Any] = []
+
+    def note(function: Any) -> bool:
+        followed.append(function)
+        return makes_views(function)
+
+    monkeypatch.setattr(replay, "makes_views", note)
+    block = Network(looks_up)
+    recomputations = BlockReplay([0], [kept] if kept else [], 1 << 10)
+    calls, buffer, counts, saved = BlockCalls(arguments=[((), {})]), torch.zeros(1 << 10, dtype=torch.uint8), [], []
+    for visit in range(5):
+        block.turn = visit == 4
+        x = torch.randn(8, 8)
+        gradients = []
+        for again in (False, True):
+            leaf = x.clone().requires_grad_()
+            block.zero_grad()
+            if again:
+                with torch.no_grad():
+                    _, recorded = recomputations.forward(0, calls, lambda: block(x), buffer)  # noqa: B023
+                followed.clear()
+                out, part = recomputations.backward(0, calls, lambda: block(leaf), buffer, recorded)  # noqa: B023
+                counts.append(len(followed))
+                saved.append(part)
+            else:
+                out = block(leaf)
+            out.sum().backward()
+            gradients.append([leaf.grad, *(parameter.grad for parameter in block.parameters())])
+        for ours, expected in zip(*gradients, strict=True):
+            assert (ours is None and expected is None) or torch.equal(ours, expected), visit
+    assert counts[0] == 0 and 0 < counts[2] == counts[3]
+    assert counts[2] == counts[1] if looks_up or kept[:1] == ("aten.tanh.default",) else counts[2] < counts[1]
+    assert 0 < saved[1] == saved[2] == saved[3] and saved[4] == 0
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
