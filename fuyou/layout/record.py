@@ -296,13 +296,38 @@ class Record:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the flat buffer ``[numel]``, one per parameter, by first name."""
-        views = {}
+        flats = flat, flat.view(torch.float32) if any(slot.wide for slot in self.parameters) else flat
+        return {
+            name: flats[wide].as_strided(shape, strides, flats[wide].storage_offset() + offset)
+            for name, shape, strides, offset, wide in self._places
+        }
+
+    @cached_property
+    def _places(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int, bool]]:
+        """Name, shape, strides, and offset in numbers of its width of each parameter, and whether it is wide."""
+        strides = (torch.empty(slot.shape, device="meta").stride() for slot in self.parameters)
+        return [
+            (slot.name, slot.shape, stride, slot.offset // (2 if slot.wide else 1), slot.wide)
+            for slot, stride in zip(self.parameters, strides, strict=True)
+        ]
+
+    @cached_property
+    def padding(self) -> list[tuple[int, int]]:
+        """Ranges ``[start, stop)`` of the elements between and behind parameters."""
+        slots = sorted(self.parameters, key=lambda slot: slot.offset)
+        ends = [0, *(slot.offset + slot.numel for slot in slots)]
+        starts = [*(slot.offset for slot in slots), self.numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    @cached_property
+    def part_starts(self) -> dict[str, list[int]]:
+        """First element of each parameter, by name, in each rank's part of the record."""
+        starts = {}
         for slot in self.parameters:
-            values = flat[slot.offset : slot.offset + slot.span]
-            if slot.wide:
-                values = values.view(torch.float32)
-            views[slot.name] = values.view(slot.shape)
-        return views
+            stop = slot.offset + slot.numel
+            following = (slot.offset // self.owned + 1) * self.owned
+            starts[slot.name] = [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, self.owned)]
+        return starts
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Decode a record that is not stored in the compute dtype.

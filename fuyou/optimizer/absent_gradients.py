@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from fuyou.layout.record import Record
-from fuyou.layout.record_parts import Chunk, ParameterSlot
+from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.adam import UpdateRange
 
 
@@ -24,27 +24,17 @@ def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) ->
         flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
         present: first names of the parameters that have a gradient.
     """
-    present_firsts: list[torch.Tensor] = []
-    for slot in record.parameters:
-        firsts = [flat[start : start + 1] for start in _part_starts(record, slot)]
-        if slot.name in present:
-            present_firsts += firsts
-        else:
-            for first in firsts:
-                first.fill_(-0.0)
-    if present_firsts:
-        torch._foreach_add_(present_firsts, 0.0)  # makes 0.0 of -0.0, and changes nothing else
+    starts = torch.tensor([start for starts in record.part_starts.values() for start in starts], dtype=torch.int64)
+    starts = starts.to(flat.device, non_blocking=True)
+    flat[starts] = flat[starts] + 0.0  # makes 0.0 of -0.0, and changes nothing else
+    for name, absent in record.part_starts.items():
+        for start in absent if name not in present else ():
+            flat[start : start + 1].fill_(-0.0)
 
 
 def marked_absent(firsts: torch.Tensor) -> torch.Tensor:
     """Return, for the first elements of gradients, whether each marks an absent gradient."""
     return (firsts == 0) & torch.signbit(firsts)
-
-
-def _part_starts(record: Record, slot: ParameterSlot) -> list[int]:
-    stop = slot.offset + slot.numel
-    following = (slot.offset // record.owned + 1) * record.owned
-    return [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, record.owned)]
 
 
 class OwnedParameters:

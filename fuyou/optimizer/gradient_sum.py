@@ -4,6 +4,7 @@ A hook adds each parameter's gradient to the flat buffer and frees it, so that n
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -27,16 +28,13 @@ class GradientSum:
         self.flat = flat[: record.numel]
         self._views = record.views(self.flat)
         self.seen: set[str] = set()  # Names of the parameters that have a gradient
-        position = 0
-        for slot in sorted(record.parameters, key=lambda slot: slot.offset):
-            self.flat[position : slot.offset].zero_()  # the padding
-            position = slot.offset + slot.numel
-        self.flat[position:].zero_()
+        for start, stop in record.padding:
+            self.flat[start:stop].zero_()
 
     def attach(self, leaves: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of ``leaves`` (by parameter name) as soon as they are accumulated."""
         for name, leaf in leaves.items():
-            leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: self._take(name, leaf))
+            leaf.register_post_accumulate_grad_hook(partial(self._take, name))
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         if name in self.seen:
