@@ -18,6 +18,9 @@ def return_free_memory() -> None:
         trim(0)
 
 
+_LOOK_S = 0.05
+
+
 class Heap:
     """Keeps free memory in this process's heap from piling up.
 
@@ -31,10 +34,15 @@ class Heap:
 
     def __init__(self, slack: int) -> None:
         self._slack, self._process = slack, psutil.Process()
-        self._least = self._resident()
+        self._least, self._next_look = self._resident(), 0.0
 
     def trim(self) -> None:
-        """Return free memory to the system, if the process has grown by more than the slack. Costs 20 us otherwise."""
+        """Return free memory to the system, if the process has grown by more than the slack. Looks at most every 50 ms:
+        a look takes 20 to 90 us."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
         if self._resident() > self._least + self._slack:
             return_free_memory()
             self._least = self._resident()

@@ -6,8 +6,8 @@ is computed once without gradients and once with them. Both must take the same k
 with dropout in attention they would drop different values. Not run on a GPU yet.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class AttentionKernels:
     """The kernels that attention may take in a run: for a configuration, a dtype of hidden states, and a device."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device):
-        self._device = device
+        self._device, self._is_pinned = device, False
         switched_on = tuple(backend for backend, enabled in _SWITCHES.items() if enabled())
         # What is switched on now, without what PyTorch would take in only one of the two passes.
         self.backends = switched_on or (SDPBackend.MATH,)
@@ -82,9 +82,18 @@ class AttentionKernels:
         for width, dropout in sorted(heads):
             self._settle(width, dropout, dtype)
 
-    def pinned(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
         """Let attention take these kernels only while the context is open, and no others."""
-        return sdpa_kernel(list(self.backends))
+        if self._is_pinned:  # PyTorch's context takes 10 us
+            yield
+            return
+        self._is_pinned = True
+        try:
+            with sdpa_kernel(list(self.backends)):
+                yield
+        finally:
+            self._is_pinned = False
 
     def taken(self, device: str, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool) -> SDPBackend:
         """Return the kernel that a call of attention takes on a device: that device decides, if it is the model's.

@@ -106,7 +106,8 @@ class StepComputation:
     def _run_all(self, phases: frozenset[Phase]) -> None:
         try:
             # The engine computes in its own dtype: a caller's autocast is over when the backward pass comes.
-            with explain_out_of_memory(), torch.autocast(self._device.type, enabled=False):
+            autocast_off = torch.autocast(self._device.type, enabled=False)
+            with explain_out_of_memory(), autocast_off, self._stack.kernels.pinned():
                 while self._next is not None and self._next.visit.phase in phases:
                     self._run(self._next)
                     self._next = next(self._todo, None)
