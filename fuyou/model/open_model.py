@@ -29,6 +29,11 @@ from fuyou.model.model_records import fingerprint, model_records
 from fuyou.model.streamed_model import StreamedModel
 
 
+def positions_in(table: nn.Embedding) -> int:
+    """Return the positions in a learned table; some families have it begin with others."""
+    return table.num_embeddings - int(getattr(table, "offset", 0))
+
+
 class OpenModel(AdaptedModel):
     """A model without its weights, in parts that are computed one after the other, and the records that hold them.
 
@@ -89,6 +94,16 @@ class OpenModel(AdaptedModel):
         if self.adapters is None:
             return kept
         return {name for name, before in self.adapters.base_names.items() if before in kept}
+
+    @cached_property
+    def learned_positions(self) -> nn.Embedding | None:
+        """The learned table of positions of the text, or None."""
+        length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        for name, module in self.stack.model.named_modules():
+            is_table = name.endswith(("position_embeddings", "embed_positions", "wpe"))
+            if is_table and isinstance(module, nn.Embedding) and positions_in(module) == length:  # not that of images
+                return module
+        return None
 
     @cached_property
     def weights(self) -> WeightSource:

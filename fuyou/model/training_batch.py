@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.models.task_type import TaskType
 from fuyou.model.chunk_survey import chunk_survey
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
-from fuyou.model.open_model import OpenModel
+from fuyou.model.open_model import OpenModel, positions_in
 from fuyou.model.streamed_model import CHUNK_PLACE, HOST_POSITIONS, StreamedModel
 
 # Arguments of transformers' models that trainers pass, with the values that change nothing here
@@ -243,13 +243,11 @@ def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: to
 def _learned_positions(model: OpenModel, skipped: bool = False) -> float:
     """Return the number of positions in the model's learned table, infinity if it has none; with ``skipped`` without
     the first ones, which some families pass over when they count positions themselves."""
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, module in model.stack.model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "embed_positions", "wpe")):
-            count = module.num_embeddings - getattr(module, "offset", 0)
-            if count == length:  # not that of images
-                return count if module.padding_idx is None or not skipped else count - module.padding_idx - 1
-    return math.inf
+    table = model.learned_positions
+    if table is None:
+        return math.inf
+    count = positions_in(table)
+    return count if table.padding_idx is None or not skipped else count - table.padding_idx - 1
 
 
 def _makes_mask(model: OpenModel, inputs: Mapping[str, BatchValue]) -> bool:

@@ -20,7 +20,15 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from common.data.documents import Documents
-from fuyou.model.blocks.hidden_edits import EMBEDDING, BlockLinks, HiddenEdit, Key, argument_paths, shared_dictionary
+from fuyou.model.blocks.hidden_edits import (
+    EMBEDDING,
+    BlockLinks,
+    HiddenEdit,
+    Key,
+    argument_leaves,
+    argument_paths,
+    shared_dictionary,
+)
 from fuyou.model.chunks import ChunkCache
 
 
@@ -114,10 +122,13 @@ class BlockCalls:
 
     def lost_gradient(self) -> tuple[int, str] | None:
         """Return block and path of an argument whose gradient would be lost; None if there is none."""
-        for block, (args, kwargs) in enumerate(self.arguments):
-            for path, leaf in argument_paths(args, kwargs):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in self._keys:
-                    return block, path
+
+        def is_lost(leaf: Any) -> bool:
+            return isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in self._keys
+
+        for block, arguments in enumerate(self.arguments):
+            if any(map(is_lost, argument_leaves(arguments))):
+                return block, next(path for path, leaf in argument_paths(*arguments) if is_lost(leaf))
         return None
 
     # -- while a block runs ---------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ class BlockCalls:
     def describe(self, block: int) -> Hashable:
         """Return what decides which operators a block runs on which shapes: to compare calls."""
         args, kwargs = self.arguments[block]
-        leaves = tree_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
+        leaves = argument_leaves((args, [kwargs[name] for name in sorted(kwargs)]))
         edit = self.edits.get(block)
         if edit is not None:
             leaves += [self._values[key] for key in edit.values.values()]

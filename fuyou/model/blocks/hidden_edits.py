@@ -40,6 +40,22 @@ def argument_paths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator
         yield "".join(str(part) for part in path), leaf
 
 
+def argument_leaves(value: Any) -> list[Any]:
+    """Return ``tree_leaves(value)`` in another order, ten times faster for what blocks are called with."""
+    leaves, parts = [], [value]
+    while parts:
+        part = parts.pop()
+        if part is None or isinstance(part, torch.Tensor):
+            leaves.append(part)
+        elif type(part) is dict:
+            parts.extend(part.values())
+        elif type(part) in (list, tuple):
+            parts.extend(part)
+        else:
+            leaves.extend(tree_leaves(part))
+    return leaves
+
+
 @dataclass(frozen=True)
 class _Reference:
     """Stands for a tensor in a recorded call: the identity that the tensor had when it was recorded."""
@@ -147,7 +163,7 @@ class HiddenEditRecorder(TorchFunctionMode):
 
     def check_arguments(self, block: int, args: Any, kwargs: Any) -> None:
         """Check that no argument of ``block`` is computed from the outputs of blocks."""
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in argument_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._made:
                 raise self._refusal(f"computes an argument of block {block} from the outputs of blocks before it")
 
