@@ -9,8 +9,9 @@ the ordinary loss, bit for bit.
 import torch
 from torch.nn import functional
 
-# Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take long next to a kernel's launch.
+# Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take longer than the host's work for it.
 _CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
+_DEVICE_PASSES = 8  # Most passes over the tokens that go through the head at once, on a GPU
 # Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
 # makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together.
 _PASS_BYTES, _OWN_PASS_BYTES = 20, 48
@@ -20,7 +21,7 @@ IGNORED = -100  # Label of positions without a loss
 def pass_bytes(tokens: int, vocabulary: int, device_type: str, own_loss: bool = False) -> int:
     """Return the bytes that the loss of this many tokens takes next to logits and their gradient."""
     each = _OWN_PASS_BYTES if own_loss else _PASS_BYTES
-    return min(tokens, tokens_per_pass(vocabulary, device_type)) * vocabulary * each
+    return min(tokens, tokens_per_pass(tokens, vocabulary, device_type)) * vocabulary * each
 
 
 def shifted_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def cross_entropy(
     result = torch.empty_like(rows) if gradient else None
     # The gradient that flows back into the sum of an ordinary loss: that of (sum / items), which is 1 / items.
     share = torch.ones((), device=rows.device) / items
-    step = tokens_per_pass(rows.shape[1], rows.device.type)
+    step = tokens_per_pass(rows.shape[0], rows.shape[1], rows.device.type)
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         with torch.set_grad_enabled(gradient):
@@ -75,6 +76,8 @@ def cross_entropy(
     return total / items, None if result is None else result.view_as(logits)
 
 
-def tokens_per_pass(vocabulary: int, device_type: str) -> int:
-    """Return the number of tokens whose loss is computed at once."""
-    return max(1, (_CPU_LOGITS if device_type == "cpu" else _DEVICE_LOGITS) // vocabulary)
+def tokens_per_pass(tokens: int, vocabulary: int, device_type: str) -> int:
+    """Return the number of tokens whose loss is computed at once, of ``tokens`` whose logits are there."""
+    if device_type == "cpu":
+        return max(1, _CPU_LOGITS // vocabulary)
+    return max(1, _DEVICE_LOGITS // vocabulary, -(-tokens // _DEVICE_PASSES))

@@ -142,7 +142,7 @@ class TokenHead:
 
 
 def _passes(logits: torch.Tensor) -> Iterator[slice]:
-    step = tokens_per_pass(logits.shape[1], logits.device.type)
+    step = tokens_per_pass(logits.shape[0], logits.shape[1], logits.device.type)
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
