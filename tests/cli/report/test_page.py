@@ -20,9 +20,9 @@ from tests.cli.conftest import Finetune
 CONFIG = '[model]\nmodel = "x"\n'
 
 
-def a_job(header: str = "model    a <b>model</b>") -> Any:
+def a_job(header: str = "model    a <b>model</b>", output: str = "tuned <&>") -> Any:
     return SimpleNamespace(
-        output=Path("tuned <&>"), architecture="Llama", parameters=1000, steps=1000, ssd=(), header=lambda: header,
+        output=Path(output), architecture="Llama", parameters=1000, steps=1000, ssd=(), header=lambda: header,
         settings=SimpleNamespace(nodes=None),
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ document.title = JSON.stringify({wrong, dark: back < .5});
 def test_a_browser_shows_everything(dark: bool, finetune: Finetune, tmp_path: Path) -> None:
     browser = next(path for path in map(shutil.which, BROWSERS) if path)
     run, plan = tmp_path / "run.html", tmp_path / "plan.html"
-    long = a_job("data     " + "x" * 300, "finetune --model /" + "long/" * 80)
+    long = a_job("data     " + "x" * 300, "/" + "long/" * 80)
     run.write_text(run_page(long, PLAN, CONFIG, entries(250)))
     planned = finetune("plan", "--gpu", "4090", "--drive", "p5510", "--model", "gpt2-125m", "--html", plan)
     assert planned.status == 0

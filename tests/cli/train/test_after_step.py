@@ -289,7 +289,7 @@ def test_a_run_saves_ends_early_and_its_checkpoint_is_that_of_a_shorter_run(
                AutoModelForCausalLM.from_pretrained(short).state_dict().items())  # fmt: skip
 
     ended = finetune(*command, *watched, "--lr", "10", "--steps", 40, "--output", tmp_path / "early")
-    assert ended.status == 0 and "ended early: no evaluation was better than that of step" in ended.out
+    assert ended.status == 0 and "ended early: none was better than that of step" in ended.out
     assert len(history(tmp_path / "early")) < 10 and (tmp_path / "early/config.json").exists()
 
 
