@@ -92,7 +92,8 @@ def write_gguf(
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1  # which these models add, and llama.cpp has in the file
-        parts = {name.removesuffix(".weight"): value}
+        suffix = "bias" if name.endswith(".bias") else "weight"
+        parts = {name.removesuffix(f".{suffix}"): value}
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             parts = dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), value.chunk(2, dim=1), strict=True))
@@ -101,7 +102,7 @@ def write_gguf(
             if drop in stored:
                 continue
             kind = gguf.GGMLQuantizationType[next(kind_of) if tensor.dim() > 1 else "F32"]
-            writer.add_tensor(f"{stored}.weight", quantized(tensor.numpy(), kind), raw_dtype=kind)
+            writer.add_tensor(f"{stored}.{suffix}", quantized(tensor.numpy(), kind), raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()
