@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import errno
 import gc
 import importlib.util
 import io
@@ -100,8 +101,6 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             traceback.print_exc()
         if _lacks_memory(error):
             return Outcome(1, _memory_advice(error))
-        if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # of pathlib
-            return Outcome(2, f"{error}: that link leads back to itself. Remove it, or name another path.")
         if rank is not None and is_lost_contact(error):
             rank.lose(error)
         if isinstance(error, ImportError):
@@ -198,6 +197,8 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         context = parse_command_line(arguments)
         if not (folder.is_dir() or context.params["ssd"]):
             raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")
+    if command in ("train", "export"):
+        _refuse_link_loops(output_directory(context.params["output"], context.params["model"] or ""), context)
     if command in ("train", "export") and (rank is None or rank.is_rank0):
         _put_back(output_directory(context.params["output"], context.params["model"] or ""))
     if command == "train" and _only_measures(context):
@@ -285,6 +286,19 @@ def _check_gpu(context: click.Context, arguments: Sequence[str], error: UserErro
         gpu_or_plan(context.params["gpu"], arguments, [Path(word) for word in context.params["ssd"]])
     except UserError as lacking:
         raise UserError(f"{error} {lacking}") from None
+
+
+def _refuse_link_loops(output: Path, context: click.Context) -> None:
+    """Refuse links that lead back to themselves: what happens to them later depends on Python's version."""
+    drives = [Path(word).expanduser() for word in context.params.get("ssd", ())]
+    inside = list(output.iterdir()) if output.is_dir() else []
+    for path in (output, *inside, *drives):
+        if path.is_symlink():
+            try:
+                os.stat(path)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise UserError(f"{path} is a link that leads back to itself: remove it.") from error
 
 
 def _put_back(output: Path) -> None:
