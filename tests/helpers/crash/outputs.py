@@ -6,6 +6,7 @@ are those of the undisturbed one.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from typing import Any
 from tests.helpers.crash import syscalls
 from tests.helpers.crash.journal import ENDINGS, Change, File, Journal, State, write_state
 from tests.helpers.processes import forked
+
+HAS_GGUF = importlib.util.find_spec("gguf") is not None
 
 _MODEL = ("--model", "{inputs}/model", "--seq-len", "16", "--batch-size", "2", "--lr", "1e-2", "--gpu", "cpu")
 _TRAINING = (*_MODEL, "--data", "{inputs}/data.jsonl", "--dtype", "fp32", "--output", "out")
@@ -62,6 +65,10 @@ COMMANDS = {
     "ranks that measure": Command((*_TRAINING, "--steps", "1", *_RANKS), only="out/cluster.json"),
     "first use": Command((*_TRAINING, "--steps", "1"), only=_CACHE),
 }  # fmt: skip
+if HAS_GGUF:  # with adapters for llama.cpp among the files
+    COMMANDS["adapters on a GGUF file"] = Command(
+        (*_TRAINING, *_EVALUATED, *_ADAPTERS, "--model", "{inputs}/model.gguf")
+    )
 
 # What a killed command may leave half done: the next one removes it.
 _TEMPORARY = re.compile(r"(.*\.tmp|\.tmp.*|tmp.*|.*[.-](partial|incomplete)|incomplete|discarded|\.replaced)")
@@ -76,6 +83,12 @@ def inputs(folder: Path) -> None:
     from tests.helpers.models.small_checkpoints import small_checkpoint
 
     small_checkpoint(folder / "model")
+    if HAS_GGUF:
+        from transformers import LlamaConfig
+
+        from tests.helpers.models.gguf_files import FIELDS, LLAMA, write_gguf
+
+        write_gguf(folder / "model.gguf", LlamaConfig(**LLAMA), FIELDS)
     rows = [{"text": f"Row {row} has the value {row * 7 % 100}.", "label": "ab"[row % 2]} for row in range(40)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
