@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any, TextIO
 
@@ -66,7 +67,8 @@ class Progress:
             parts = [progress, *printable(text).split(", ")]
             while len(parts) > 1 and len(", ".join(parts)) > room:
                 parts.pop()  # whole figures: "3.4 K tokens/s" cut to "3.4 K tokens" is another one
-            self._bar.set_description_str(", ".join(parts))
+            with _may_be_gone():
+                self._bar.set_description_str(", ".join(parts))
         elif step % self._every == 0 or step == self._total:
             print(f"{progress}: {printable(text)}", flush=True)
 
@@ -75,12 +77,18 @@ class Progress:
         if self._bar.disable:
             print(printable(text), flush=True)
         else:
-            self._bar.write(printable(text), file=sys.stderr)
+            with _may_be_gone():
+                self._bar.write(printable(text), file=sys.stderr)
 
     def close(self) -> None:
         """Leave the line of the last step."""
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        with _may_be_gone():
             self._bar.close()
+
+
+def _may_be_gone() -> AbstractContextManager[None]:
+    """Return a context in which a terminal that has been closed is no error."""
+    return contextlib.suppress(OSError, ValueError)
 
 
 def _described(doing: Activity, now: float) -> str:
@@ -172,6 +180,6 @@ class Heartbeat:
         self._drawn = self._is_terminal
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        with _may_be_gone():
             self._stream.write(text)
             self._stream.flush()

@@ -174,7 +174,8 @@ class OpenRun:
             model = open_model(config, self.model_config, self.checkpoint, device)
             rows, seq_len = self._planned_batch()
             stored = {"piece_bytes": self._stored("piece_bytes")} if config.store.resume else {}
-            job = job_of_run(type(model.model).__name__, config, model, rows, seq_len, stored).among(share)
+            name, all_rows = type(model.model).__name__, rows * share.world_size  # ``rows`` are those of this rank
+            job = job_of_run(name, config, model, all_rows, seq_len, stored).among(share)
             plan = RunPlan(job, self.device, self.limits, self._ssd)
         self.plan, self.model = plan, plan.job.model
         if config.memory.reference:

@@ -185,8 +185,10 @@ class Record:
         return Record(index, name, kind, precision, trainable, tuple(slots), boundary, position, frozen)
 
     def shared(self, share: Share) -> "Record":
-        """Return the record as one rank of several sees it."""
-        return replace(self, numel=share.padded(self.numel, self.page_elements), share=share)
+        """Return the record as one rank of several sees it; of one that is shared already, too."""
+        end = max((slot.offset + slot.span for slot in self.parameters), default=0)
+        alone = round_up(max(end, self.decayed), self.page_elements)  # without the padding for another share
+        return replace(self, numel=share.padded(alone, self.page_elements), share=share)
 
     @property
     def page_elements(self) -> int:

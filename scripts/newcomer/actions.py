@@ -90,7 +90,7 @@ ACTIONS = {
         does(f"finetune {SMALL} --data data/texts.jsonl --lora-rank 4 --steps 2 --output first"),
         does(f"finetune {SMALL} --data data/pairs.jsonl --objective dpo --adapter first --steps 2", "0.6931"),
         rejects(f"finetune {SMALL} --data data/pairs.jsonl --output other", "--objective dpo")],
-    "8 a tracker": [rejects(f"{RUN} --report_to wandb", "OUTPUT/run/metrics.jsonl")],
+    "8 a tracker": [rejects(f"{RUN} --report_to wandb", "Here it is --log-to")],
     "15 fewer steps on resume": [
         does(f"{RUN} --steps 2"),
         rejects(f"{RUN} --steps 1 --resume", "--steps 2", "--steps 1")],

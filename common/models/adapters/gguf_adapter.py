@@ -50,6 +50,8 @@ class GgufAdapter:
         """Find the weight of each adapted layer; return why it cannot be found."""
         if importlib.util.find_spec("gguf") is None:
             return "the package gguf is not installed"
+        if config.get_text_config() is not config:
+            return "the names of adapters in llama.cpp are known of language models alone"
         self._architecture = architecture_of(config) or ""
         if not self._architecture:
             return f"how llama.cpp stores the weights of {config.model_type} is not known here"

@@ -288,7 +288,9 @@ class BlockReplay:
             with Tracer() as tracer:
                 result = run()
             trace = tracer.finish(result, *calls.roots())
-            modules = tracer.module_calls if tracer.is_static and calls.cache is None else None
+            # Which operators run for documents or earlier keys depends on their lengths, which no kind of call tells.
+            is_told = calls.cache is None and calls.documents is None
+            modules = tracer.module_calls if tracer.is_static and is_told else None
             operators = self.operators if layer in self.layers else ()
             self._plans[kind] = _ReplayPlan(self._shared(trace), modules, operators, self.nbytes)
             return result, 0.0

@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
 
 from common.files import CACHE_VARIABLE
 from common.models.adapters.adapters import Adapters
@@ -19,6 +27,8 @@ from tests.helpers.models.gguf_files import FAMILIES, FIELDS, LLAMA, write_gguf
 
 gguf = pytest.importorskip("gguf")
 GROUPED = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
 GROUPED_FIELDS = FIELDS | {"attention.head_count": 4}
 
 
@@ -102,6 +112,7 @@ def test_conv1d_layers_and_a_family_by_its_name_in_llama_cpp(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("config", "changes", "why"), [
     (GraniteConfig(**LLAMA), {}, "how llama.cpp stores the weights of granite is not known here"),
+    (Gemma3Config(text_config=LLAMA, vision_config=VISION), {}, "the names of adapters in llama.cpp are known of lang"),
     (LlamaConfig(**LLAMA), {"use_dora": True}, "llama.cpp has no adapters for model.layers.0.mlp.down_proj.lora_mag"),
     (LlamaConfig(**LLAMA), {"lora_bias": True}, "llama.cpp has no adapters for model.layers.0.mlp.down_proj.lora_B"),
     (Gemma2Config(**LLAMA, head_dim=16), {"target_modules": ["lm_head"]}, "llama.cpp has no adapters for lm_head"),
