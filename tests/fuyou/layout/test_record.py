@@ -13,6 +13,7 @@ from common.store import Layout
 from common.store.layout import pieces
 from fuyou.layout.record import FROZEN_FILE, PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents, weights_file
 from fuyou.layout.record_parts import ALIGN_ELEMENTS, is_matrix
+from fuyou.layout.share import Share
 
 DTYPES = (torch.bfloat16, torch.float32)
 PRECISIONS = [Precision(dtype) for dtype in DTYPES]
@@ -121,3 +122,15 @@ def test_chunks_of_states_and_parameters_are_whole_pages(record: Record, precisi
 ])  # fmt: skip
 def test_which_parameters_are_rounded(name: str, shape: tuple[int, ...], matrix: bool) -> None:
     assert is_matrix(name, shape) is matrix
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_share_does_not_depend_on_an_earlier_share(trainable: bool) -> None:
+    """Ranks that continue a run of other ranks know both layouts."""
+    parameters = [(("matrix",), (64, 70), True), (("bias",), (7,), False)]
+    record = Record.build(0, "block 0", Kind.BLOCK, Precision(torch.bfloat16), parameters, trainable=trainable)
+    shares = [Share(), Share(1, 2, 0, 1), Share(3, 1, 2, 0)]
+    for first in shares:
+        for second in shares:
+            assert record.shared(first).shared(second) == record.shared(second)
+    assert record.shared(Share()) == record

@@ -314,6 +314,8 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
     os.closerange(above, os.sysconf("SC_OPEN_MAX"))
     if request["terminal"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # Not what the heartbeat of a process that is forked writes to.
+    sys.stdout, sys.stderr = (getattr(stream, "_stream", stream) for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
