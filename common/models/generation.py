@@ -17,8 +17,8 @@ def generation_config_of(config: PreTrainedConfig, directory: Path | None = None
     Raises:
         UserError: there is a file that cannot be read; what it implies would stop at other tokens.
     """
-    file = Path(directory or config.name_or_path or "") / FILE
-    if not file.is_file():
+    source = directory or config.name_or_path
+    if not source or not (file := Path(source) / FILE).is_file():  # a preset's is not that of the working directory
         return GenerationConfig.from_model_config(config)
     try:
         return GenerationConfig.from_pretrained(file.parent, local_files_only=True)

@@ -24,7 +24,7 @@ def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(closed: tuple[int, 
         assert process.wait(60) > 2
 
 
-def test_a_pipe_that_nobody_reads_is_named(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_named(tmp_path: Path) -> None:
     """click ends the command without a message there."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -81,7 +81,7 @@ class AdaptedModel:
         return None if self.checkpoint is None else CheckpointSource(self.checkpoint, self.base)
 
     def unknown_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return those tokens whose rows in the embeddings or the head are 0, if adapters leave the head as it is."""
+        """Return those tokens whose rows in the embeddings or the head are 0, if the head is not trained."""
         head, source = self.model.get_output_embeddings(), self.source
         if self.adapters is None or source is None or not isinstance(head, nn.Linear) or head.weight.requires_grad:
             return []

@@ -194,7 +194,7 @@ class CompressedTensor:
         components: Mapping[str, torch.Tensor], codes: torch.Tensor, first: int, stop: int
     ) -> torch.Tensor:
         """Return the scales of rows ``[first, stop)``, which are ``codes`` ``[count, rows, columns]``; what is no code
-        is returned as it is.
+        is returned unchanged.
 
         Not compiled: a fused multiply-add would round otherwise than bitsandbytes.
         """

@@ -26,7 +26,7 @@ def random_matrix(kind: str, rows: int) -> tuple[CompressedTensor, np.ndarray, n
 
 
 def assert_same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
-    numbers = ~np.isnan(expected)  # which bits a NaN has is nobody's
+    numbers = ~np.isnan(expected)  # the bits of a NaN do not count
     assert np.array_equal(np.isnan(found.numpy()), ~numbers)
     assert np.array_equal(found.numpy()[numbers].view(np.uint32), expected[numbers].view(np.uint32))
 
