@@ -12,6 +12,7 @@ On CUDA, PyTorch compiles chains of elementwise operators as one kernel at the f
 """
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -51,7 +52,7 @@ def run_fused(function: Callable[..., None], device: torch.device, *arguments: A
     """Run ``function``: on CUDA compiled, unless compiling has failed, which is reported once."""
     if kernels_of(device) == "cuda" and not _failures:
         try:
-            _compiled(function)(*arguments)
+            _compiled(function, *_specialized(arguments))(*arguments)
             return
         except Exception as error:  # Dynamo, Inductor, Triton, or a missing compiler
             _failures.append(f"{type(error).__name__}: {error}")
@@ -72,10 +73,21 @@ def _try(values: torch.Tensor) -> None:
     values.add_(1.0).mul_(2.0)
 
 
+def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what PyTorch compiles a function for: the dtypes of tensors, and all other arguments."""
+    return tuple(each.dtype if isinstance(each, torch.Tensor) else each for each in arguments)
+
+
 @functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(function: Callable[..., None], *specialized: Any) -> Callable[..., None]:
+    """Return ``function`` compiled for arguments of one kind (:func:`_specialized`).
+
+    PyTorch counts the versions of a code object and gives up at the ninth, and a GGUF file alone may have 13 types of
+    blocks. So each kind gets a copy of the code object.
+    """
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     # fullgraph: compiling fails as a whole, before anything has been written or added.
-    return torch.compile(function, fullgraph=True, dynamic=True)
+    return torch.compile(copy, fullgraph=True, dynamic=True)
 
 
 def quantize_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Count what runs on a fake GPU, where a compiled function is one kernel (tested below)."""
     mode = Launches()
 
-    def compiled(function: Any) -> Any:
+    def compiled(function: Any, *specialized: Any) -> Any:
         return lambda *arguments: mode.names.append(function.__name__)
 
     monkeypatch.setattr(quantization, "_compiled", compiled)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common import quantization
 from common.errors import FinetuneError, UserError
+from common.hardware import force_kernels
 from common.models.checkpoint.compressed import formats, tensors
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from tests.common.models.checkpoint.compressed.writing import shards
@@ -42,17 +44,19 @@ def test_equals_bitsandbytes(case: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_compiled_bits_are_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of several matrices at once: experts."""
     files, numbers = shards(tmp_path, packed(case), SETTINGS), GOLDENS[f"{case} numbers"]
-    compiled = torch.compile(tensors._decode, fullgraph=True, dynamic=True)
-    monkeypatch.setattr(tensors, "fuses", lambda _: True)
-    monkeypatch.setattr("common.models.checkpoint.compressed.parameters.fuses", lambda _: True)
-    monkeypatch.setattr(tensors, "run_fused", lambda function, device, *arguments: compiled(*arguments))
-    assert torch.equal(files.read("layer.weight"), numbers)
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization.fuses.cache_clear()
+    with force_kernels("cuda"):
+        assert torch.equal(files.read("layer.weight"), numbers)
     tensor, size = files.compressed["layer.weight"].tensor, numbers.numel()
     two = CompressedParameter(tensor, (numbers.shape[1], 1), (0, size))
     payload, flat = torch.zeros(two.nbytes, dtype=torch.uint8), torch.empty(2 * size, dtype=numbers.dtype)
     two.encode([files.components("layer.weight") for _ in range(2)], payload)
-    two.decode(payload, flat)
+    with force_kernels("cuda"):
+        two.decode(payload, flat)
+    quantization.fuses.cache_clear()
     assert torch.equal(flat.view(2, *numbers.shape), torch.stack([numbers, numbers]))
+    assert not quantization._failures
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [
