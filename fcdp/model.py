@@ -101,9 +101,9 @@ class ClusterModel:
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
-        if dtype != torch.float32 and (kept := fp32_parameters(meta)):  # FSDP2 casts all that it gathers to one dtype
+        if dtype != torch.float32 and (names := fp32_parameters(meta)):  # FSDP2 casts all that it gathers to one dtype
             raise UserError(
-                f"This family keeps {kept[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
+                f"This family keeps {names[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
                 "with --lora-rank to train adapters out of core."
             )
         router_loss = find_router_loss(meta, options.router_loss)

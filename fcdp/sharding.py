@@ -262,9 +262,9 @@ class Sharding:
         self._staleness.raise_if_found()
         for reduction in self._reductions:
             if reduction.partial is not None:
-                kept = reduction.partial.numel() * reduction.partial.element_size()
+                nbytes = reduction.partial.numel() * reduction.partial.element_size()
                 raise FinetuneError(
-                    f"The optimizer steps while {format_bytes(kept)} of gradients per rank of one group are not yet "
+                    f"The optimizer steps while {format_bytes(nbytes)} of gradients per rank of one group are not yet "
                     "summed over all ranks. Call fcdp.sharding(model).set_is_last_micro_batch(True) before the last "
                     "backward of the step, or discard_gradients() if the step was given up."
                 )

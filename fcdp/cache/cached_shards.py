@@ -288,11 +288,13 @@ def _copy_cells(source: torch.Tensor, target: torch.Tensor | None, skip: int = -
 def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedGroup]:
     """Return everything that a strategy caches if there is room for it."""
     layout = routes.layout
-    wanted = []
+    candidates = []
     if routes.caches_shards:
         block = layout.p.shards
         cells = routes.shards // block
-        wanted = [CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None) for each in groups]
+        candidates = [
+            CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None) for each in groups
+        ]
     if layout.secondary is not None:
         block, in_host = layout.secondary.shards, layout.cache != "device"
         for group in groups:
@@ -301,18 +303,18 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
             # Groups of mixed dtype are gathered as plain bytes, which cannot be quantized.
             bits = None if group.mixes_dtypes else BITS.get(layout.strategy.precision.secondary)
             cell = group.cell_bytes if bits is None else quantized_nbytes(group.cell_numel, bits)
-            wanted.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
-    return wanted
+            candidates.append(CachedGroup(group, True, block, routes.shards // block * cell, in_host, bits))
+    return candidates
 
 
-def fit_into(budget: int | None, wanted: Sequence[CachedGroup]) -> list[CachedGroup]:
-    """Return those of ``wanted`` that fit into ``budget`` bytes of host memory (None: all), frozen groups first."""
+def fit_into(budget: int | None, candidates: Sequence[CachedGroup]) -> list[CachedGroup]:
+    """Return those of ``candidates`` that fit into ``budget`` bytes of host memory (None: all), frozen groups first."""
     if budget is None:
-        return list(wanted)
+        return list(candidates)
     chosen = set()
-    for index in sorted(range(len(wanted)), key=lambda index: wanted[index].group.trainable):
-        need = wanted[index].nbytes if wanted[index].in_host else 0
+    for index in sorted(range(len(candidates)), key=lambda index: candidates[index].group.trainable):
+        need = candidates[index].nbytes if candidates[index].in_host else 0
         if need <= budget:
             chosen.add(index)
             budget -= need
-    return [wanted[index] for index in sorted(chosen)]
+    return [candidates[index] for index in sorted(chosen)]

@@ -276,9 +276,9 @@ def node_order(leaf_of_node: Sequence[Hashable], group: int) -> list[int]:
     whole: list[int] = []
     rest: list[list[int]] = []
     for nodes in by_leaf.values():
-        kept = len(nodes) // group * group
-        whole += nodes[:kept]
-        rest.append(nodes[kept:])
+        full = len(nodes) // group * group
+        whole += nodes[:full]
+        rest.append(nodes[full:])
     # The largest remainders first: each takes in as few others as it can to make a group.
     rest.sort(key=len, reverse=True)
     order = whole + [node for nodes in rest for node in nodes]

@@ -308,9 +308,9 @@ def _copies(layout: StrategyMeshes, workload: Workload, memory: Memory, cluster:
     """Return the seconds in which a device's cached shards cross the host link once, but for those on the device."""
     if not memory.cached:
         return 0.0
-    kept = 0.0
+    cached_share = 0.0
     if layout.cache == "adaptive":
         room = workload.cache_threshold * cluster.device_memory_bytes - memory.device
-        kept = min(max(room / memory.cached, 0.0), 1.0)
+        cached_share = min(max(room / memory.cached, 0.0), 1.0)
     whole = memory.cached if layout.secondary is not None else P_BYTES * workload.parameters / layout.p.shards
-    return (1.0 - kept) * whole / cluster.host_link_bytes_per_second
+    return (1.0 - cached_share) * whole / cluster.host_link_bytes_per_second

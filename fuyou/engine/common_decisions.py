@@ -42,7 +42,7 @@ def dtype_of_all(stored: str | None, device: str, all_gather_object: Callable[[A
     Collective, as ``all_gather_object`` is. A node may have joined without a store.
     """
     of_all = all_gather_object((stored, fastest_dtype(device)))
-    return next((one for one, _ in of_all if one is not None), of_all[0][1])
+    return next((dtype for dtype, _ in of_all if dtype is not None), of_all[0][1])
 
 
 def fastest_dtype(device: str) -> str:

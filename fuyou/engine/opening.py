@@ -204,10 +204,10 @@ class OpenRun:
         if not stored or tuple(stored[:2]) != tuple(memory.batch_shape):
             return
         chunk = memory.chunk or (stored[3] if len(stored) > 3 else None) or None
-        kept = replace(self.plan, job=replace(self.plan.fitted, micro_batch=stored[2], chunk=chunk))
+        continued = replace(self.plan, job=replace(self.plan.fitted, micro_batch=stored[2], chunk=chunk))
         with contextlib.suppress(UserError):
-            _ = kept.memory
-            self.plan = kept
+            _ = continued.memory
+            self.plan = continued
             self.config = config.with_options(micro_batch=stored[2], chunk=chunk)
 
     def _stored(self, name: str) -> Any:
@@ -266,7 +266,7 @@ class OpenRun:
         config, store, runtime = self.config, self.config.store, self.runtime
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
         self._extents = allocate_extents(layout, self.shape.records)
-        wanted = TrainingState(
+        expected = TrainingState(
             step=0,
             slot=0,
             store="",
@@ -279,10 +279,10 @@ class OpenRun:
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
-            self.files = resume_run(drives, self.model.shape, wanted, self.agreement, **io)
+            self.files = resume_run(drives, self.model.shape, expected, self.agreement, **io)
             restore_random_states(self.files.state.random, self.device.torch_device)
         else:
-            self.files = create_run(drives.folders, layout, wanted, self.agreement, store.overwrite, **io)
+            self.files = create_run(drives.folders, layout, expected, self.agreement, store.overwrite, **io)
         state = self.files.state
         if self.model.adapters is not None:
             self.model.adapters.base = state.base

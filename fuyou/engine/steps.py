@@ -180,7 +180,7 @@ class Steps:
         self._check_backward(current)
         aux = gradients.pop(AUX_LOSS, None)
         factor = 0.0 if aux is None else float(aux)
-        finite = math.isfinite(factor) and all(bool(one.isfinite().all()) for one in gradients.values())
+        finite = math.isfinite(factor) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         factors, all_finite = zip(*self._run.agreement.all_gather_object((factor, finite)), strict=True)
         factor, finite = sum(factors), all(all_finite)
         if not finite:
@@ -352,8 +352,8 @@ class Steps:
         """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
         runtime = self._run.runtime
         in_chunks = batch.size[1] > (runtime.memory_plan.batch.chunk or batch.size[1])  # attention makes no mask then
-        own = Room(*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
-        of_all = self._run.agreement.all_gather_object(own)
+        local = Room(*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
+        of_all = self._run.agreement.all_gather_object(local)
         needed = Room(*map(max, zip(runtime.room, *of_all, strict=True)))
         if not runtime.is_open or needed != runtime.room:
             self.flush()
@@ -390,8 +390,8 @@ class Steps:
         """Return the sum of what all ranks have found, added in fp32 in their order, and the router loss of all
         together."""
         router = computation.router
-        own = (computation.loss, [] if router is None else router.local_sums())
-        of_all = self._run.agreement.all_gather_object(own)
+        local = (computation.loss, [] if router is None else router.local_sums())
+        of_all = self._run.agreement.all_gather_object(local)
         total, *others = (torch.tensor(loss, dtype=torch.float32) for loss, _ in of_all)
         for other in others:
             total += other

@@ -138,6 +138,6 @@ class _StreamedValues(torch.autograd.Function):
                 "loss, and call backward() on their sum."
             )
         streamed, ctx.streamed = ctx.streamed, None
-        streamed({name: one for name, one in zip(ctx.names, gradients, strict=True) if one is not None})
+        streamed({name: gradient for name, gradient in zip(ctx.names, gradients, strict=True) if gradient is not None})
         norm = None if ctx.norm_of is None else torch.tensor(ctx.norm_of())
         return norm, *(None,) * (3 + len(gradients))

@@ -135,9 +135,9 @@ class _Streamed:
                 "The trainer mixes the model's weights into the reference's, which is fixed here: leave sync_ref_model "
                 "out."
             )
-        for ids, kept in self._kept:
-            if torch.equal(ids, batch["input_ids"]) and set(outputs) <= set(kept.keys()):
-                return kept
+        for ids, output in self._kept:
+            if torch.equal(ids, batch["input_ids"]) and set(outputs) <= set(output.keys()):
+                return output
         with torch.no_grad(), self.engine.disable_adapters():
             return self.engine.tokens(**batch, outputs=outputs)
 

@@ -41,14 +41,14 @@ def chunk_survey(stack: StreamedModel) -> ChunkSurvey:
 
 
 def _survey(stack: StreamedModel) -> ChunkSurvey:
-    made, length = MadeBytes(), 4 * META_TOKENS
+    counter, length = MadeBytes(), 4 * META_TOKENS
 
     def call(index: int, calls: BlockCalls, row: RowKeys | None) -> int:
         """Return the bytes that a chunk of :data:`META_TOKENS` makes in a block."""
-        before = made.nbytes
-        with made:
+        before = counter.nbytes
+        with counter:
             stack.run_on_meta(index, calls, row)
-        return made.nbytes - before
+        return counter.nbytes - before
 
     first, *later = (stack.calls_on_meta(META_TOKENS, (start, length)) for start in (0, META_TOKENS, 3 * META_TOKENS))
     assert first.cache is not None
@@ -57,13 +57,13 @@ def _survey(stack: StreamedModel) -> ChunkSurvey:
 
     def note() -> None:
         nonlocal seen_at
-        seen_at = made.nbytes
+        seen_at = counter.nbytes
 
     first.cache.on_seen = note
     for index in range(len(stack.blocks)):
-        began = seen_at = made.nbytes
+        began = seen_at = counter.nbytes
         call(index, first, None)
-        attends_first &= seen_at - began < made.nbytes - seen_at
+        attends_first &= seen_at - began < counter.nbytes - seen_at
         keys = BlockKeys.of(first.cache, META_TOKENS, stack.model.dtype)
         if keys is None or first.edits:
             return ChunkSurvey()

@@ -41,10 +41,10 @@ def expert_output_bytes(stack: StreamedModel) -> int:
 
 def _weights_dtype(stack: StreamedModel, layer: int, name: str) -> torch.dtype:
     """Return the dtype of what a router multiplies outputs of experts by; fp32 where that is not found out."""
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def forward(hidden: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        found.append(weights.dtype)
+        dtypes.append(weights.dtype)
         return torch.empty_like(hidden)
 
     block, module = stack.blocks[layer], stack.model.get_submodule(name)
@@ -53,4 +53,4 @@ def _weights_dtype(stack: StreamedModel, layer: int, name: str) -> torch.dtype:
         hidden, args, kwargs = stack.meta_calls[layer]
         module.forward = forward  # type: ignore[method-assign]
         block(hidden, *args, **kwargs)
-    return found[0] if found else torch.float32
+    return dtypes[0] if dtypes else torch.float32

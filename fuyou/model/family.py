@@ -109,10 +109,10 @@ def sees_later_tokens(model: PreTrainedModel) -> bool:
     second[:, -1] = 1
     try:
         with torch.no_grad():
-            one, other = (model.eval()(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (first, second))
+            left, right = (model.eval()(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (first, second))
     finally:
         model.train(was_training)
-    return not torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING)
+    return not torch.allclose(left, right, rtol=_ROUNDING, atol=_ROUNDING)
 
 
 _ROUNDING = 1e-4  # Part of a loss up to which another counts as equal
@@ -145,18 +145,18 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         model.train(was_training)
     if output.loss is None:
         return True
-    own = float(output.loss)
+    loss = float(output.loss)
     rows = output.logits.float().flatten(0, -2)
-    found = {
+    losses = {
         shifted: float(functional.cross_entropy(rows, targets_of(labels, shifted).flatten(), ignore_index=IGNORED))
         for shifted in (True, False)
     }
-    for shifted, value in found.items():
-        if abs(own - value) <= _ROUNDING * abs(own):
+    for shifted, value in losses.items():
+        if abs(loss - value) <= _ROUNDING * abs(loss):
             return shifted
     raise UserError(
         f"The loss of {type(model).__name__} is not the mean cross entropy of its logits and labels: on a small model "
-        f"of this configuration its own code gives {own:.6g}, and the cross entropy is {found[True]:.6g} (with labels "
-        f"of the next position) or {found[False]:.6g} (of the same). Training computes nothing else, so this model "
+        f"of this configuration its own code gives {loss:.6g}, and the cross entropy is {losses[True]:.6g} (with "
+        f"labels of the next position) or {losses[False]:.6g} (of the same). Training computes nothing else, so this model "
         "cannot be trained here."
     )

@@ -145,11 +145,11 @@ def model_records(
     adapted = [name for name, module in stack.model.named_modules() if isinstance(module, kinds)]
     wide = frozenset(kept if precision.split else ())
     records = _Records(precision, frozen, compressed or {}, visited_shares(stack.model), wide)
-    made = _build_layout(_group_parameters(stack, wide), records, precision)
+    layout = _build_layout(_group_parameters(stack, wide), records, precision)
     prefix = f"{stack.block_prefix}."
     outside = (stack.model.get_submodule(name) for name in adapted if not name.startswith(prefix))
     return replace(
-        made,
+        layout,
         block_adapter_memory=AdapterMemory.most(adapter_memory(block) for block in stack.blocks),
         non_block_adapter_memory=AdapterMemory.most(adapter_memory(module) for module in outside),
         hidden_size=stack.hidden_size,

@@ -90,10 +90,10 @@ class OpenModel(AdaptedModel):
 
     def _kept_in_fp32(self) -> set[str]:
         """Return the names now of the parameters that the family keeps in fp32."""
-        kept = set(fp32_parameters(self.base))
+        names = set(fp32_parameters(self.base))
         if self.adapters is None:
-            return kept
-        return {name for name, before in self.adapters.base_names.items() if before in kept}
+            return names
+        return {name for name, before in self.adapters.base_names.items() if before in names}
 
     @cached_property
     def learned_positions(self) -> nn.Embedding | None:
@@ -164,7 +164,7 @@ def adapters_off(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Let those of ``modules`` that have adapters compute without them while the context is open."""
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
     # Not by enable_adapters, which changes requires_grad, too.
-    return _switched([one for one in modules if isinstance(one, kinds)], "_disable_adapters", True)
+    return _switched([module for module in modules if isinstance(module, kinds)], "_disable_adapters", True)
 
 
 def evaluating(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:

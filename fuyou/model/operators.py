@@ -11,11 +11,13 @@ def makes_views(function: torch._ops.OpOverload) -> bool:
     returns = function._schema.returns
     if function is torch.ops.aten._unsafe_view.default:
         return True
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 @cache
 def written_arguments(function: torch._ops.OpOverload) -> frozenset[str]:
     """Return the names of the arguments that the operator writes to."""
     arguments = function._schema.arguments
-    return frozenset(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return frozenset(
+        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    )

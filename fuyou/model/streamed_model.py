@@ -164,9 +164,9 @@ class StreamedModel:
         changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
         others = {hidden.dtype, *returned} - {self.model.dtype}
         if others:
-            found, weights = (str(dtype).removeprefix("torch.") for dtype in (others.pop(), self.model.dtype))
+            carried, weights = (str(dtype).removeprefix("torch.") for dtype in (others.pop(), self.model.dtype))
             raise UserError(
-                f"{self._name} carries hidden states in {found} from block to block where its weights are {weights}: "
+                f"{self._name} carries hidden states in {carried} from block to block where its weights are {weights}: "
                 "train it with --dtype fp32."
             )
         if len(changed) != 1 or hidden.shape[changed[0]] != META_TOKENS:
@@ -197,11 +197,11 @@ class StreamedModel:
         if seq_len not in self._carried_bytes:
             with self._stand_ins.probing(all_blocks=True) as probe:
                 _, calls = self.embed_without_weights({"input_ids": self._zeros(seq_len)})
-            kept = {id(value): value for value in calls.carried()}
-            made = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
-            kept.update({id(value): value for value in made})
+            carried = {id(value): value for value in calls.carried()}
+            produced = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
+            carried.update({id(value): value for value in produced})
             self._carried_bytes[seq_len] = sum(
-                value.numel() * value.itemsize * (2 if value.is_floating_point() else 1) for value in kept.values()
+                value.numel() * value.itemsize * (2 if value.is_floating_point() else 1) for value in carried.values()
             )
         return self._carried_bytes[seq_len]
 
@@ -286,8 +286,8 @@ class StreamedModel:
             The first block's input ``[B, S, H]``, and what each block is called with.
         """
         positions = batch.get(HOST_POSITIONS, batch.get("position_ids"))
-        place = batch.get(CHUNK_PLACE)
-        cache = None if place is None else ChunkCache(self.model.config, *place.tolist())
+        chunk_place = batch.get(CHUNK_PLACE)
+        cache = None if chunk_place is None else ChunkCache(self.model.config, *chunk_place.tolist())
         documents = None if "attention_mask" in batch or cache is not None else Documents.of(positions)
         left_out = {PADDING, HOST_POSITIONS, CHUNK_PLACE} | (set() if self._takes_positions else {"position_ids"})
         known: dict[str, Any] = {name: value for name, value in batch.items() if name not in left_out}

@@ -59,11 +59,11 @@ def tensors_of(factors: Mapping[str, Factors]) -> list[torch.Tensor]:
 
 def parameter_wrappers(block: nn.Module) -> dict[nn.Module, list[ParamWrapper]]:
     """Return peft's wrappers of parameters in a block, outermost first, by the module that they are around."""
-    found: dict[nn.Module, list[ParamWrapper]] = {}
+    wrappers: dict[nn.Module, list[ParamWrapper]] = {}
     for module in block.modules():
         if isinstance(module, ParamWrapper):
-            found.setdefault(module.get_base_layer(), []).append(module)
-    return found
+            wrappers.setdefault(module.get_base_layer(), []).append(module)
+    return wrappers
 
 
 @contextmanager

@@ -277,16 +277,16 @@ def memory_limits(
     Raises:
         UserError: more host memory than the machine has, or nothing left of one memory for the host.
     """
-    wanted, there = None if host is None else parse_bytes(host), memory_limit_bytes()
-    if wanted is not None and wanted > there:
+    budget, limit = None if host is None else parse_bytes(host), memory_limit_bytes()
+    if budget is not None and budget > limit:
         raise UserError(
-            f"--host-memory {format_bytes(wanted)} is more than this machine lets a process have, "
-            f"{format_bytes(there)}. Give less, or leave it out to use what is free."
+            f"--host-memory {format_bytes(budget)} is more than this machine lets a process have, "
+            f"{format_bytes(limit)}. Give less, or leave it out to use what is free."
         )
-    if wanted is None:
+    if budget is None:
         available = memory_available_bytes()
-        wanted = available - max(available // 5, min(available // 3, _PROCESS_BYTES))
-    host_limit = wanted // ranks_per_node
+        budget = available - max(available // 5, min(available // 3, _PROCESS_BYTES))
+    host_limit = budget // ranks_per_node
     free = device.memory_limit()
     device_limit = free if device_memory is None else parse_bytes(device_memory)
     if device_limit is not None and free is not None:

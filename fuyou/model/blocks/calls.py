@@ -75,10 +75,10 @@ class BlockCalls:
 
     def placeholder(self, key: Key) -> torch.Tensor:
         """Return an empty tensor that stands for a value until a block has produced it."""
-        made = torch.empty(0)
-        self._alive.append(made)
-        self._keys[id(made)] = key
-        return made
+        empty = torch.empty(0)
+        self._alive.append(empty)
+        self._keys[id(empty)] = key
+        return empty
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], edit: HiddenEdit | None) -> None:
         """Note the arguments of the next block, and the edit of the hidden states before it."""

@@ -81,8 +81,8 @@ class HiddenEdit:
 
         for function, args, kwargs, expected in self.steps:
             args, kwargs = tree_map_only(_Reference, lambda leaf: known[leaf.identity], (args, kwargs))
-            made = function(*args, **kwargs)
-            for leaf, reference in zip(tree_leaves(made), tree_leaves(expected), strict=True):
+            output = function(*args, **kwargs)
+            for leaf, reference in zip(tree_leaves(output), tree_leaves(expected), strict=True):
                 if isinstance(reference, _Reference):
                     known[reference.identity] = leaf
         return known[self.result]

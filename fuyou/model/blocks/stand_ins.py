@@ -137,9 +137,9 @@ class BlockStandIns:
     def _result(self, index: int, hidden: Any) -> Any:
         """Return what block ``index`` would: ``hidden``, and placeholders for tensors next to it."""
         structure, leaves = self._returns[type(self.blocks[index])]
-        made = [hidden, *leaves[1:]]
+        values = [hidden, *leaves[1:]]
         for position, leaf in enumerate(leaves):
             if position and leaf is TENSOR:
                 calls = self._calls
-                made[position] = calls.placeholder((index, position)) if calls is not None else torch.empty(0)
-        return tree_unflatten(made, structure)
+                values[position] = calls.placeholder((index, position)) if calls is not None else torch.empty(0)
+        return tree_unflatten(values, structure)

@@ -60,7 +60,7 @@ def _skipping_forward(
 ) -> Callable[..., Any]:
     forward = module.forward
     inner = set(module.modules())
-    meta = {place: value for place, value in parameters.items() if place[0] in inner}
+    meta = {key: value for key, value in parameters.items() if key[0] in inner}
     trained = any(value.requires_grad for value in meta.values())
 
     def to_device(value: torch.Tensor, carries: bool) -> torch.Tensor:
@@ -99,16 +99,16 @@ def on_meta(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Undo, when the context ends, all that a run has left in a module and its submodules."""
-    saved = [(one, dict(one.__dict__), dict(one._buffers), dict(one._parameters)) for one in module.modules()]
+    saved = [(child, dict(child.__dict__), dict(child._buffers), dict(child._parameters)) for child in module.modules()]
     try:
         yield
     finally:
-        for one, attributes, buffers, parameters in saved:
-            one.__dict__.clear()
-            one.__dict__.update(attributes)
-            one._buffers.clear()
-            one._buffers.update(buffers)
-            one._parameters.update(parameters)
+        for child, attributes, buffers, parameters in saved:
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
+            child._buffers.clear()
+            child._buffers.update(buffers)
+            child._parameters.update(parameters)
 
 
 def _to_meta(values: Any) -> Any:
@@ -124,11 +124,11 @@ def runners_of(model: nn.Module, owners: set[nn.Module]) -> dict[nn.Module, nn.M
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     holders = {parents[owner] for owner in owners if isinstance(owner, nn.ParameterDict | nn.ParameterList)}
     holders |= {module for module in parents if isinstance(module, AuxiliaryTrainingWrapper)}
-    found = {}
+    runners = {}
     for owner in owners:
-        found[owner] = module = owner
+        runners[owner] = module = owner
         while module in parents:
             module = parents[module]
             if module in holders:
-                found[owner] = module
-    return found
+                runners[owner] = module
+    return runners

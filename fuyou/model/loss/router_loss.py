@@ -92,13 +92,13 @@ class RouterPass:
         if micro >= len(self._masks):
             return  # of the reference, which is not trained
         mask = self._masks[micro]
-        for one in logits:
-            if one.shape != (mask.numel(), self._loss.experts):
+        for scores in logits:
+            if scores.shape != (mask.numel(), self._loss.experts):
                 raise FinetuneError(
-                    f"A router has given logits of shape {list(one.shape)} where {mask.numel()} tokens choose among "
+                    f"A router has given logits of shape {list(scores.shape)} where {mask.numel()} tokens choose among "
                     f"{self._loss.experts} experts: train without the router loss (router_loss off)."
                 )
-            sums, tokens = self._loss.sums(one, mask), mask.sum()
+            sums, tokens = self._loss.sums(scores, mask), mask.sum()
             self._sums = sums if self._sums is None else self._sums + sums
             self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
@@ -138,8 +138,8 @@ class RouterPass:
         to the router's logits is that of the whole loss.
         """
         assert self._weights is not None
-        parts = [one for one in logits if one.requires_grad]
-        return [(self._weights * _probabilities(one, self._masks[micro])).sum() for one in parts]
+        parts = [scores for scores in logits if scores.requires_grad]
+        return [(self._weights * _probabilities(scores, self._masks[micro])).sum() for scores in parts]
 
 
 @contextlib.contextmanager

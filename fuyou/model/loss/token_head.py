@@ -90,8 +90,8 @@ class TokenHead:
         """
         few = {name: value[:2] for name, value in tokens.items()}
         with torch.no_grad():
-            made = self._make(torch.zeros(2, vocabulary), few)
-        return {name: value[:0] for name, value in made.items()}
+            outputs = self._make(torch.zeros(2, vocabulary), few)
+        return {name: value[:0] for name, value in outputs.items()}
 
     @torch.no_grad()
     def values(self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ class TokenHead:
         parts = [
             self._make(logits[part], {name: value[part] for name, value in tokens.items()}) for part in _passes(logits)
         ]
-        return {name: torch.cat([made[name] for made in parts]) for name in parts[0]}
+        return {name: torch.cat([outputs[name] for outputs in parts]) for name in parts[0]}
 
     def gradient(
         self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
@@ -120,25 +120,25 @@ class TokenHead:
         for part in _passes(logits):
             with torch.enable_grad():
                 values = logits[part].detach().requires_grad_()
-                made = self._make(values, {name: value[part] for name, value in tokens.items()})
-            roots = [name for name in gradients if made[name].requires_grad]
+                outputs = self._make(values, {name: value[part] for name, value in tokens.items()})
+            roots = [name for name in gradients if outputs[name].requires_grad]
             if roots:
                 above = [gradients[name][part] for name in roots]
-                (result[part],) = torch.autograd.grad([made[name] for name in roots], values, above)
+                (result[part],) = torch.autograd.grad([outputs[name] for name in roots], values, above)
         return result
 
     def _make(self, logits: torch.Tensor, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = _Logits(logits, tokens["targets"])
-        made: dict[str, Any] = {name: getattr(own, name)() for name in self._outputs}
+        computed = _Logits(logits, tokens["targets"])
+        outputs: dict[str, Any] = {name: getattr(computed, name)() for name in self._outputs}
         for name, value in (self._function(logits, tokens) if self._function is not None else {}).items():
             if name in OUTPUTS or not isinstance(value, torch.Tensor) or value.shape[:1] != logits.shape[:1]:
-                found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                returned = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UserError(
-                    f"The head= function returns {found} as {name!r} for the logits {list(logits.shape)}: it must "
+                    f"The head= function returns {returned} as {name!r} for the logits {list(logits.shape)}: it must "
                     "return tensors with one entry for each of these tokens, under names that tokens() does not have."
                 )
-            made[name] = value
-        return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+            outputs[name] = value
+        return {name: value.float() if value.is_floating_point() else value for name, value in outputs.items()}
 
 
 def _passes(logits: torch.Tensor) -> Iterator[slice]:

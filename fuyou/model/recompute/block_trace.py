@@ -175,14 +175,16 @@ class BlockTrace:
     def find(self, name: str, ordinal: int) -> int | None:
         """Return the index of the ``ordinal``-th call of an operator, or of the kernel that attention took instead."""
         others = _KERNELS if name in _KERNELS else ()
-        found = (self._index.get((one, ordinal)) for one in (name, *others))
-        return next((index for index in found if index is not None), None)
+        indices = (self._index.get((operator, ordinal)) for operator in (name, *others))
+        return next((index for index in indices if index is not None), None)
 
-    def required(self, kept: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Return the calls that a recomputation has to make if it is given the outputs of ``kept``."""
+    def required(self, given: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the calls that a recomputation has to make if it is given the outputs of ``given``."""
         if not self.prunes:
-            return frozenset(range(len(self.operators))) - kept
-        return self.made_from([index for index, call in enumerate(self.operators) if call.always] + [*self.saved], kept)
+            return frozenset(range(len(self.operators))) - given
+        return self.made_from(
+            [index for index, call in enumerate(self.operators) if call.always] + [*self.saved], given
+        )
 
     def made_from(self, calls: Iterable[int], given: frozenset[int] = frozenset()) -> frozenset[int]:
         """Return ``calls`` and all calls whose results they are made from, but for those of ``given``."""
@@ -194,10 +196,10 @@ class BlockTrace:
                 todo.extend(self.operators[index].reads)
         return frozenset(needed)
 
-    def left_out(self, kept: frozenset[int] = frozenset()) -> float:
-        """Return the fraction of the FLOPs that a recomputation leaves out if it is given the outputs of ``kept``."""
+    def left_out(self, given: frozenset[int] = frozenset()) -> float:
+        """Return the fraction of the FLOPs that a recomputation leaves out if it is given the outputs of ``given``."""
         whole = self.flops()
-        return (whole - self.flops(self.required(kept))) / whole if whole else 0.0
+        return (whole - self.flops(self.required(given))) / whole if whole else 0.0
 
     def flops(self, calls: frozenset[int] | None = None) -> float:
         """Return the FLOPs of ``calls``, or of the whole forward pass."""
@@ -329,7 +331,7 @@ def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tens
         dropout = args[position] if position < len(args) else kwargs.get("dropout_p", default)
         return bool(dropout != 0.0)  # attention without dropout draws nothing
     return _hands_over(function, args, outputs) or any(
-        one.alias_info is not None and one.alias_info.is_write for one in function._schema.arguments
+        argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments
     )
 
 
@@ -361,8 +363,8 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
         if node is not None and node not in seen:
             seen.add(node)
             # Attention within documents saves what it needs in the sight of autograd; earlier keys are saved anyway.
-            own = node.name().startswith(("GeneratedBackwardFor_fuyou_attention_by", chunks.AUTOGRAD_NODE))
-            if isinstance(node, torch.autograd.function.BackwardCFunction) and not own:
+            is_ours = node.name().startswith(("GeneratedBackwardFor_fuyou_attention_by", chunks.AUTOGRAD_NODE))
+            if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_ours:
                 return True
             todo.extend(earlier for earlier, _ in node.next_functions)
     return False

@@ -74,13 +74,13 @@ def savable_outputs(trace: BlockTrace, rows: int = 1) -> list[SavableOutput]:
     candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
     if len(candidates) > MAX_CANDIDATES:
         candidates = set()
-    kept: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
     chosen: list[SavableOutput] = []
     while True:
         best, best_rank, best_needed = -1, (0.0, len(needed)), needed
         total = sum(costs[index] for index in needed)
         for index in sorted(candidates & needed):
-            left = trace.required(kept | {index})
+            left = trace.required(given | {index})
             benefit = (total - sum(costs[other] for other in left)) / trace.operators[index].nbytes
             rank = (benefit, len(needed) - len(left))
             if rank > best_rank:
@@ -89,7 +89,7 @@ def savable_outputs(trace: BlockTrace, rows: int = 1) -> list[SavableOutput]:
             break
         operator, saved = trace.operators[best], trace.flops(needed - best_needed)
         chosen.append(SavableOutput(operator.name, operator.ordinal, rows * operator.nbytes, rows * saved))
-        kept, needed = kept | {best}, best_needed
+        given, needed = given | {best}, best_needed
     return chosen
 
 

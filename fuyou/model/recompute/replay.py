@@ -68,11 +68,11 @@ class _ReplayPlan:
                 if end <= nbytes:
                     self.places[index], start = start, end
 
-    def short_cuts(self, kept: frozenset[int]) -> "_ShortCuts":
-        """Return the short cuts of a recomputation if the outputs of ``kept`` are saved."""
-        if kept not in self._short_cuts:
-            self._short_cuts[kept] = _ShortCuts.of(self.trace, kept)
-        return self._short_cuts[kept]
+    def short_cuts(self, given: frozenset[int]) -> "_ShortCuts":
+        """Return the short cuts of a recomputation if the outputs of ``given`` are saved."""
+        if given not in self._short_cuts:
+            self._short_cuts[given] = _ShortCuts.of(self.trace, given)
+        return self._short_cuts[given]
 
     def around(self, operators: frozenset[int]) -> list[ModuleCall] | None:
         """Return the calls of modules in which these operators run; None if all operators are to be followed."""
@@ -84,11 +84,11 @@ class _ReplayPlan:
 
     def views(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs of one saved call in the buffer, each with a separate version counter."""
-        views, place = [], self.places[index]
+        views, start = [], self.places[index]
         for spec in self.trace.operators[index].outputs:
-            flat = buffer[place : place + spec.nbytes].view(spec.dtype)
+            flat = buffer[start : start + spec.nbytes].view(spec.dtype)
             views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data)
-            place += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            start += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         return views
 
 
@@ -99,13 +99,13 @@ class _ShortCuts:
     left_out: float  # Fraction of the FLOPs that it leaves out
 
     @staticmethod
-    def of(trace: BlockTrace, kept: frozenset[int]) -> "_ShortCuts":
-        required, operators = trace.required(kept), trace.operators
-        unneeded = [index for index in range(len(operators)) if index not in required | kept]
+    def of(trace: BlockTrace, given: frozenset[int]) -> "_ShortCuts":
+        required, operators = trace.required(given), trace.operators
+        unneeded = [index for index in range(len(operators)) if index not in required | given]
         # Others may run on results that are left out, whose values are arbitrary, unless these are indices.
         indices = {i for i in unneeded if not all(spec.dtype.is_floating_point for spec in operators[i].outputs)}
         replaced = {i for i in unneeded if operators[i].flops or i in indices or operators[i].reads & indices}
-        return _ShortCuts(required, kept | replaced, trace.left_out(kept))
+        return _ShortCuts(required, given | replaced, trace.left_out(given))
 
 
 @dataclass

@@ -52,13 +52,13 @@ class TokenPass:
         """Return the caller's own tensors for a range of tokens, ``[n, ...]``."""
         return _on_device(self._inputs, rows, columns, device)
 
-    def put(self, reference: bool, rows: slice, columns: slice, made: Mapping[str, torch.Tensor]) -> None:
+    def put(self, reference: bool, rows: slice, columns: slice, outputs: Mapping[str, torch.Tensor]) -> None:
         """Note the numbers ``[n, ...]`` of a range of tokens."""
         values = self.reference if reference else self.values
         assert values is not None
-        for name, value in made.items():
-            place = values[name][rows, columns]
-            place.copy_(value.view(place.shape))
+        for name, value in outputs.items():
+            target = values[name][rows, columns]
+            target.copy_(value.view(target.shape))
 
     def gradients_of(self, rows: slice, columns: slice, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the gradients of a range of tokens, ``[n, ...]``."""
@@ -72,7 +72,10 @@ def _on_device(
 
 
 def _empty(examples: Mapping[str, torch.Tensor], rows: int, positions: int) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(rows, positions, *one.shape[1:], dtype=one.dtype) for name, one in examples.items()}
+    return {
+        name: torch.zeros(rows, positions, *example.shape[1:], dtype=example.dtype)
+        for name, example in examples.items()
+    }
 
 
 class TokenComputation(StepComputation):
@@ -123,8 +126,8 @@ class TokenComputation(StepComputation):
         for columns in self._columns(task.micro):
             with self._stack.bound(self.parameters.real(task), before=False):
                 logits = self._logits(task.micro, hidden, columns).flatten(0, 1)
-                made = self._passing.head.values(logits, self._tokens(task.micro, columns))
-            self._passing.put(self._is_reference(task.micro), *self._place(task.micro, columns), made)
+                outputs = self._passing.head.values(logits, self._tokens(task.micro, columns))
+            self._passing.put(self._is_reference(task.micro), *self._place(task.micro, columns), outputs)
 
     @torch.enable_grad()
     def _head(self, task: ComputeTask) -> None:
@@ -166,7 +169,7 @@ class TokenComputation(StepComputation):
     def _tokens(self, micro: int, columns: slice) -> dict[str, torch.Tensor]:
         rows, positions = self._place(micro, columns)
         inputs, columns = self._micro[micro], columns if self._passing.positions > 1 else positions
-        found = {"targets": inputs["targets"][:, columns].flatten()}
+        inputs_of_head = {"targets": inputs["targets"][:, columns].flatten()}
         if inputs["input_ids"].shape == inputs["targets"].shape:
-            found["input_ids"] = inputs["input_ids"][:, columns].flatten()
-        return found | self._passing.tokens(rows, positions, self._device)
+            inputs_of_head["input_ids"] = inputs["input_ids"][:, columns].flatten()
+        return inputs_of_head | self._passing.tokens(rows, positions, self._device)

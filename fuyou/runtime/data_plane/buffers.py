@@ -54,8 +54,8 @@ class Buffers:
         # fp32 sums of gradients that several micro-batches (or visits) contribute to
         self.wide = {
             kind: DeviceBuffers(device, shape.sizes[kind].trained_elements * 4, 1)
-            for kind, wanted in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
-            if wanted
+            for kind, is_needed in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
+            if is_needed
         }
         # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
         self.gradients = {
