@@ -157,6 +157,6 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     raise UserError(
         f"The loss of {type(model).__name__} is not the mean cross entropy of its logits and labels: on a small model "
         f"of this configuration its own code gives {loss:.6g}, and the cross entropy is {losses[True]:.6g} (with "
-        f"labels of the next position) or {losses[False]:.6g} (of the same). Training computes nothing else, so this model "
-        "cannot be trained here."
+        f"labels of the next position) or {losses[False]:.6g} (of the same). Training computes nothing else, so this "
+        "model cannot be trained here."
     )
