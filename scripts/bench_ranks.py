@@ -139,8 +139,8 @@ def report(
         )  # fmt: skip
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None
-        shape = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).shape.shared(share_of(topology))
-        facts["simulated_seconds"] = round(simulate(shape, engine.memory_plan, rates).step_seconds(), 3)
+        layout = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).layout.shared(share_of(topology))
+        facts["simulated_seconds"] = round(simulate(layout, engine.memory_plan, rates).step_seconds(), 3)
     return facts
 
 

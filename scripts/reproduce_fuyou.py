@@ -112,11 +112,11 @@ class PaperScheme:
     fixed_swap: Swap | None = None  # Activations to swap; None: those of equations 1 to 12
 
     @property
-    def shape(self) -> ModelLayout:
-        shape = self.job.shape
-        precision = PaperPrecision(shape.precision.dtype)
-        records = tuple(replace(record, precision=precision) for record in shape.records)
-        return replace(shape, records=records, precision=precision)
+    def layout(self) -> ModelLayout:
+        layout = self.job.layout
+        precision = PaperPrecision(layout.precision.dtype)
+        records = tuple(replace(record, precision=precision) for record in layout.records)
+        return replace(layout, records=records, precision=precision)
 
     @property
     def _groups(self) -> int:
@@ -132,11 +132,11 @@ class PaperScheme:
     @property
     def elements(self) -> int:
         """Number of all parameters, padding included: the paper's p."""
-        return sum(record.numel for record in self.job.shape.records)
+        return sum(record.numel for record in self.job.layout.records)
 
     @property
     def layers(self) -> int:
-        return len(self.job.shape.blocks)
+        return len(self.job.layout.blocks)
 
     @property
     def hidden(self) -> int:
@@ -152,13 +152,13 @@ class PaperScheme:
     @property
     def device_bytes(self) -> int:
         """Bytes of four buffers of a block, through which embedding and head pass, too, and of what one block saves."""
-        return 4 * 2 * self.job.shape.block_elements + SAVED_BYTES * self.job.tokens * self.hidden
+        return 4 * 2 * self.job.layout.block_elements + SAVED_BYTES * self.job.tokens * self.hidden
 
     @property
     def buffer_host_bytes(self) -> int:
         """Bytes of page-locked buffers, which PyTorch rounds up to a power of two, and of the processes."""
         in_16_bits = DEVICE_BUFFERS.host_blocks + DEVICE_BUFFERS.host_block_gradients
-        in_fp32 = 1 << (4 * self.job.shape.block_elements - 1).bit_length()
+        in_fp32 = 1 << (4 * self.job.layout.block_elements - 1).bit_length()
         return STATE_BUFFERS * in_fp32 + in_16_bits * in_fp32 // 2 + HOST_OVERHEAD_BYTES
 
     @property
@@ -258,7 +258,7 @@ class PaperScheme:
             DEVICE_BUFFERS, device_activations=6, host_activations=inputs if self.activations_on_host else 6,
             ssd_activations=0 if self.activations_on_host else inputs,
         )  # fmt: skip
-        largest = max(record.numel for record in job.shape.records)
+        largest = max(record.numel for record in job.layout.records)
         host = self.buffer_host_bytes
         if self.activations_on_host:
             host += inputs * self.activation_bytes + self.swap.nbytes
@@ -270,9 +270,9 @@ class PaperScheme:
 
     def simulate(self, steps: int = 3) -> tuple[Simulation, StepList]:
         """Simulate consecutive steps; return also the tasks of the last one."""
-        plan, shape = self.memory(), self.shape
-        deferred = () if self.overlaps else [record.index for record in shape.records]
-        scheduler = Scheduler(shape, plan.counts, deferred=deferred)
+        plan, layout = self.memory(), self.layout
+        deferred = () if self.overlaps else [record.index for record in layout.records]
+        scheduler = Scheduler(layout, plan.counts, deferred=deferred)
         batch = BatchShape(1, plan.activation_bytes, plan.batch.mean_tokens)
         lists = []
         for number in range(1, steps + 1):
@@ -286,7 +286,7 @@ class PaperScheme:
             end.after = list(step.tasks)  # the next step begins when this one is over
             step.tasks.append(end)
             lists.append(step)
-        simulator = Simulator(shape.records, self.rates, plan.ring_chunks, plan.chunk_elements)
+        simulator = Simulator(layout.records, self.rates, plan.ring_chunks, plan.chunk_elements)
         return simulator.run(lists), lists[-1]
 
     def _add_swaps(self, step: StepList) -> None:

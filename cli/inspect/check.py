@@ -220,7 +220,7 @@ def _proof(job: TrainingJob, adapters: PeftConfig | None) -> str:
 
     start_time = time.monotonic()
     with activity("proving on a small model that this family trains out of core as in memory"):
-        prove(job.config, adapters=adapters, dtype=job.shape.precision.dtype)
+        prove(job.config, adapters=adapters, dtype=job.layout.precision.dtype)
     seconds = time.monotonic() - start_time
     return f"losses and all gradients of a small {job.config.model_type}, block by block ({seconds:.1f} s)"
 

@@ -126,7 +126,7 @@ def merge_adapter(settings: Settings) -> None:
             outputs.command = _command(settings, dtype)
             _refuse_run(output / REPLACED, output)  # one that has begun since; it is put back
             folder = outputs.prepare(RESULT)
-            exporter = StoreExporter(model, reader, model.shape, checkpoint, memory_available_bytes() // 2)
+            exporter = StoreExporter(model, reader, model.layout, checkpoint, memory_available_bytes() // 2)
             exporter.checkpoint(folder, precision.dtype)
             Companions(checkpoint, saved.directory).write(folder)
             if (file := saved.directory / GENERATION).is_file():  # that of training

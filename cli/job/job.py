@@ -244,7 +244,7 @@ class Job:
         is_adapted = self.model.adapters is not None
         keeps_bytes = self.engine.weights.frozen_dtype in (None, "checkpoint")
         if is_adapted and keeps_bytes and self.training is not None:
-            exception, widened = "", self.stored.shape.widened
+            exception, widened = "", self.stored.layout.widened
             if widened:
                 exception = f" (but for {format_count(widened)}, whose tensors blocks in pieces would cut)"
             if isinstance(method, Gguf) and method.others:

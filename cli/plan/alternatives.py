@@ -33,7 +33,7 @@ def on_one_node(several: Plan, alone: Plan) -> Alternative | None:
     """Return the plan of one node if it is faster than that of several."""
     if not alone.fits or (several.memory is not None and alone.tokens_per_second <= several.tokens_per_second):
         return None
-    ranks = alone.job.shape.share.ranks_per_node
+    ranks = alone.job.layout.share.ranks_per_node
     how = f"--nodes 1 --gpus-per-node {ranks}" if ranks > 1 else "no --nodes"
     instead = ""
     if several.memory is not None:
@@ -81,7 +81,7 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 
 def _adapters(job: TrainingJob) -> Iterator[ParameterSlot]:
-    for record in job.shape.of_kind(Kind.ADAPTER):
+    for record in job.layout.of_kind(Kind.ADAPTER):
         yield from (slot for slot in record.parameters if slot.trained)
 
 

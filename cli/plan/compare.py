@@ -111,7 +111,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 def _table(fitting: list[PlannedMachine], others: list[PlannedMachine], settings: Settings) -> Iterator[str]:
     job = (fitting + others)[0].plan.job
-    world = job.shape.share.world_size
+    world = job.layout.share.world_size
     what = f"{format_count(job.parameters)} parameters; a step of {job.rows * world:,} x {job.seq_len:,} tokens"
     yield from textwrap.wrap(f"{job.name}: {what}", WIDTH)
     yield ""

@@ -24,9 +24,9 @@ _LABEL = 10
 
 def describe(result: Plan) -> list[str]:
     """Return the plan as lines of at most :data:`WIDTH` columns."""
-    job, machine, share = result.job, result.machine, result.job.shape.share
+    job, machine, share = result.job, result.machine, result.job.layout.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
-    adapters = sum(record.trained_count for record in job.shape.of_kind(Kind.ADAPTER))
+    adapters = sum(record.trained_count for record in job.layout.of_kind(Kind.ADAPTER))
     trained = f", {format_count(adapters)} of them in adapters" if adapters else ""
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
     among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""
@@ -77,7 +77,7 @@ def _bars(result: Plan) -> list[str]:
 def _places(result: Plan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.job, result.machine
-    layers = len(job.shape.blocks)
+    layers = len(job.layout.blocks)
     saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
     device = [
         f"{counted(counts.device_blocks, 'block')}, {counted(counts.device_block_gradients, 'gradient')}",
@@ -85,7 +85,7 @@ def _places(result: Plan) -> list[str]:
         counts.device_kept and f"{counts.device_kept:,} {saved}",
         f"{format_bytes(result.memory.workspace_bytes)} to compute in",
     ]
-    ring = result.memory.ring_chunks * job.shape.precision.state_nbytes(result.memory.chunk_elements)
+    ring = result.memory.ring_chunks * job.layout.precision.state_nbytes(result.memory.chunk_elements)
     host = [
         f"{min(counts.host_blocks, layers)} of {layers} blocks, {counted(counts.host_block_gradients, 'gradient')}",
         f"{format_bytes(ring)} of optimizer states on their way",
@@ -110,16 +110,16 @@ def _places(result: Plan) -> list[str]:
 
 
 def _pieces(job: TrainingJob) -> list[str]:
-    shape = job.shape
-    if shape.piece_bytes is None:
+    layout = job.layout
+    if layout.piece_bytes is None:
         return []
     texts = [
-        f"blocks in pieces of at most {format_bytes(shape.piece_bytes)} in the compute dtype, "
-        f"{max(map(len, shape.blocks))} in the largest"
+        f"blocks in pieces of at most {format_bytes(layout.piece_bytes)} in the compute dtype, "
+        f"{max(map(len, layout.blocks))} in the largest"
     ]
-    if shape.widened:
+    if layout.widened:
         texts.append(
-            f"{format_count(shape.widened)} weights of the compressed checkpoint in the compute dtype on SSD, as "
+            f"{format_count(layout.widened)} weights of the compressed checkpoint in the compute dtype on SSD, as "
             "pieces would cut their tensors"
         )
     return texts
@@ -148,7 +148,7 @@ def _limits(result: Plan) -> list[str]:
         f"{format_bytes(result.start_bytes)} written before the first step, in {format_seconds(result.start_seconds)}"
     )
     rows += row("start", start)
-    if job.shape.share.nodes > 1:
+    if job.layout.share.nodes > 1:
         traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"
     if result.drive_days is not None:
         traffic += f": {format_days(result.drive_days)} days until the drives' warranted writes are used up"

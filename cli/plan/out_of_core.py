@@ -54,7 +54,7 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
 def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
     """Return lines about the whole run, by their label."""
     rows = {}
-    share = result.job.shape.share
+    share = result.job.layout.share
     planned = planned_steps(settings, result.job.tokens * share.world_size)
     if planned is not None:
         steps, how = planned
@@ -220,4 +220,4 @@ def _write_trace(result: Plan, path: Path) -> None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     steady = Evaluator(result.job, result.machine).simulated_step(result.candidate)
     ends, busy = steady.simulation.step_ends, steady.simulation.intervals
-    write_trace(path, [steady.cycle[-1]], result.job.shape.records, (ends[-2], ends[-1]), busy)
+    write_trace(path, [steady.cycle[-1]], result.job.layout.records, (ends[-2], ends[-1]), busy)

@@ -26,7 +26,7 @@ from fcdp.strategy.strategy import Ring, axes_between
 from fcdp.strategy.topology import Topology
 from fcdp.traffic import Traffic
 from fuyou.layout.record import Precision
-from fuyou.planner.profiling.blocks import BlockBench, streamed_shape
+from fuyou.planner.profiling.blocks import BlockBench, streamed_layout
 from fuyou.planner.profiling.measure import measure_link
 from fuyou.runtime.device import open_device
 
@@ -82,10 +82,10 @@ def measure_computing(
 
     Return fields of :class:`fcdp.planner.cluster.Cluster`; AdamW's bytes are those that the planner counts for it."""
     device = open_device(topology.device)
-    stack, shape = streamed_shape(config, Precision.named(dtype), topology.device)
+    stack, layout = streamed_layout(config, Precision.named(dtype), topology.device)
     dist.barrier()
-    parts = BlockBench(stack, shape, device, rows, seq_len, seq_len).measure()
-    blocks = len(shape.blocks) * (parts["block_forward_seconds"] + parts["block_backward_seconds"])
+    parts = BlockBench(stack, layout, device, rows, seq_len, seq_len).measure()
+    blocks = len(layout.blocks) * (parts["block_forward_seconds"] + parts["block_backward_seconds"])
     others = ("embed_forward_seconds", "embed_backward_seconds", "head_seconds")
     seconds = blocks + sum(parts[name] for name in others)
     flops = rows * seq_len * hardware_flops_per_token(stack.model, seq_len)

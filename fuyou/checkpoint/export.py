@@ -32,13 +32,13 @@ class StoreReader:
     def __init__(
         self,
         store: Store,
-        shape: ModelLayout,
+        layout: ModelLayout,
         sums: RecordSums,
         chunk_elements: int,
         slot: int,
         topology: ClusterTopology | None,
     ):
-        self._store, self._shape, self._sums = store, shape, sums
+        self._store, self._layout, self._sums = store, layout, sums
         self._chunk_elements, self._newest = chunk_elements, slot
         self._intra_node = None if topology is None else topology.gather_groups.intra_node
         self._inter_node = None if topology is None else topology.gather_groups.inter_node
@@ -57,7 +57,7 @@ class StoreReader:
 
         Takes memory for the master weights of one record. Collective: every rank must ask for all of them.
         """
-        records = self._shape.records
+        records = self._layout.records
         slots = (zip(each.parameters, each.views(self._masters(each)).values(), strict=True) for each in records)
         yield from _joined(itertools.chain.from_iterable(slots))
 
@@ -122,7 +122,7 @@ class StoreExporter:
     Args:
         model: the model, without weights.
         reader: reads the weights from the run's store.
-        shape: the model's records, as this rank sees them.
+        layout: the model's records, as this rank sees them.
         checkpoint: what training began with, whose tokenizer is copied; None if it was random.
         host_limit: bytes of host memory; a shard takes a third.
         writes: whether this rank writes what the ranks of its node read together.
@@ -133,14 +133,14 @@ class StoreExporter:
         self,
         model: OpenModel,
         reader: StoreReader,
-        shape: ModelLayout,
+        layout: ModelLayout,
         checkpoint: Path | None,
         host_limit: int,
         writes: bool = True,
         allow_nonfinite: bool = False,
     ):
         self._model, self._reader, self._checkpoint = model, reader, checkpoint
-        self._shape, self._writes, self._allows_nonfinite = shape, writes, allow_nonfinite
+        self._layout, self._writes, self._allows_nonfinite = layout, writes, allow_nonfinite
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
@@ -160,11 +160,11 @@ class StoreExporter:
                 directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source, unties
             )
         used_together: dict[object, set[int]] = {}
-        for visit in self._shape.visits(train=False):  # where embedding and head are tied, both use one record
+        for visit in self._layout.visits(train=False):  # where embedding and head are tied, both use one record
             key = visit.record if visit.part is None else ("block", visit.layer)
             used_together.setdefault(key, set()).update(visit.records)
         for indices in used_together.values():
-            records = [self._shape.records[index] for index in sorted(indices)]
+            records = [self._layout.records[index] for index in sorted(indices)]
             if source is not None and not any(record.trainable or record.decoded_nbytes for record in records):
                 continue  # the checkpoint that training began with has it
             pieces = any(slot.experts is not None for record in records for slot in record.parameters)
@@ -187,10 +187,10 @@ class StoreExporter:
             UserError: the run trains none.
             NonFiniteWeights: see :meth:`checkpoint`.
         """
-        adapters, shape = self._model.adapters, self._shape
+        adapters, layout = self._model.adapters, self._layout
         if adapters is None:
             raise UserError("This run trains the weights themselves: there is no adapter to write.")
-        values = self._values([shape.records[index] for index in shape.trainable])
+        values = self._values([layout.records[index] for index in layout.trainable])
         if not (self._writes and write):
             return
         adapters.save(directory, values, self._allows_nonfinite, self._checkpoint)

@@ -33,7 +33,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         written()
         free[kind].append(buffer)
 
-    for record in plane.buffers.shape.records:
+    for record in plane.buffers.layout.records:
         kind = record.kind
         if not free[kind]:
             wait_for_oldest(kind)
@@ -50,7 +50,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
 def _pairs_of_buffers(plane: DataPlane, kind: Kind) -> int:
     """Return how many records of a kind can be in host memory while a store is filled: two are enough."""
     counts = plane.buffers.plan.counts
-    splits = any(record.trainable and record.precision.split for record in plane.buffers.shape.of_kind(kind))
+    splits = any(record.trainable and record.precision.split for record in plane.buffers.layout.of_kind(kind))
     return max(1, min(2, counts.host(kind), counts.host_gradients(kind) if splits else 2))
 
 

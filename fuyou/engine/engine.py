@@ -90,9 +90,9 @@ class Engine(EngineFigures):
         self._adapters_off = False
         self.config = self._run.model_config
         self.created_bytes = self._run.created_bytes
-        shape = self._run.model.shape
-        self.parameters = shape.parameters
-        self.trainable_parameters = sum(shape.records[index].trained_count for index in shape.trainable)
+        layout = self._run.model.layout
+        self.parameters = layout.parameters
+        self.trainable_parameters = sum(layout.records[index].trained_count for index in layout.trainable)
         _ENGINES.add(self)
 
     def __repr__(self) -> str:

@@ -106,7 +106,7 @@ class OpenRun:
         """Return what reads the newest committed state."""
         assert self.files is not None
         chunk_elements, slot = self.runtime.memory_plan.chunk_elements, self.commits.state.slot
-        return StoreReader(self.files.store, self.shape, self.commits.sums, chunk_elements, slot, self.topology)
+        return StoreReader(self.files.store, self.layout, self.commits.sums, chunk_elements, slot, self.topology)
 
     def close(self) -> None:
         """Close everything that is open, the last one first; a failure of one does not keep the others."""
@@ -181,9 +181,9 @@ class OpenRun:
         if config.memory.reference:
             check_reference(self.model)
         self._source = self.model.weights
-        self.shape = plan.fitted.shape
-        self.model.shape = self.shape.shared(Share())
-        if self.shape.orders and config.prove:
+        self.layout = plan.fitted.layout
+        self.model.layout = self.layout.shared(Share())
+        if self.layout.orders and config.prove:
             prove_once(config, self.model_config, self.agreement, pieces=True)
         if share.rank:
             seed_run(config.seed + share.rank)  # what drops out differs, as the sequences do
@@ -237,7 +237,7 @@ class OpenRun:
     def _open_runtime(self) -> None:
         assert self._link is not None
         runtime = self._runtime = Runtime(
-            self.config, self.model, self.shape, self.device, self.limits, self._link, self.topology
+            self.config, self.model, self.layout, self.device, self.limits, self._link, self.topology
         )
         self._link = None  # it is the runtime's now
         loss = self.config.loss_inputs
@@ -265,7 +265,7 @@ class OpenRun:
     def _open_store(self) -> None:
         config, store, runtime = self.config, self.config.store, self.runtime
         drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
-        self._extents = allocate_extents(layout, self.shape.records)
+        self._extents = allocate_extents(layout, self.layout.records)
         expected = TrainingState(
             step=0,
             slot=0,
@@ -274,12 +274,12 @@ class OpenRun:
             dtype=str(config.precision.dtype),
             optimizer_dtype=str(config.precision.moment_dtype),
             optimizer=config.precision.optimizer,
-            piece_bytes=self.shape.piece_bytes,
+            piece_bytes=self.layout.piece_bytes,
             base=self._base_identity(),
         )
         io: dict[str, Any] = {"io": config.store.io, "throttle": self.device.throttle}
         if store.resume:
-            self.files = resume_run(drives, self.model.shape, expected, self.agreement, **io)
+            self.files = resume_run(drives, self.model.layout, expected, self.agreement, **io)
             restore_random_states(self.files.state.random, self.device.torch_device)
         else:
             self.files = create_run(drives.folders, layout, expected, self.agreement, store.overwrite, **io)
@@ -302,8 +302,8 @@ class OpenRun:
 
     def _make_commits(self, files: RunFiles) -> Commits:
         chunk_elements = self.runtime.memory_plan.chunk_elements
-        sums = RecordSums(self.shape.records, self._extents, chunk_elements, files.sums)
-        missed = MissedUpdates(self.shape.records, files.state.missed)
+        sums = RecordSums(self.layout.records, self._extents, chunk_elements, files.sums)
+        missed = MissedUpdates(self.layout.records, files.state.missed)
         return Commits(
             files.store,
             files.state,

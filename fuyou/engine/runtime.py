@@ -52,25 +52,25 @@ class Runtime:
         self,
         options: EngineConfig,
         model: OpenModel,
-        shape: ModelLayout,
+        layout: ModelLayout,
         device: Device,
         limits: tuple[int, int],
         link: OptimizerLink,
         topology: ClusterTopology | None = None,
     ):
-        self._options, self._device, self._shape = options, device, shape
+        self._options, self._device, self._layout = options, device, layout
         self.link: OptimizerLink | None = link
         self._topology = topology
-        self._deferred = options.update_policy.deferred(shape)
+        self._deferred = options.update_policy.deferred(layout)
         self._keeping = ActivationPlanner(
             model.stack,
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
-            0 if shape.orders else options.kept_activations,
+            0 if layout.orders else options.kept_activations,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
-            self._shape,
+            self._layout,
             model.config,
             device_limit,
             host_limit,
@@ -96,20 +96,20 @@ class Runtime:
         Raises:
             UserError: if they do not hold what a step needs.
         """
-        before = self._planner.shape
-        self._planner.shape = replace(before, images=before.images or room.images, padded=before.padded or room.padded)
+        before = self._planner.layout
+        self._planner.layout = replace(before, images=before.images or room.images, padded=before.padded or room.padded)
         try:
             memory, loss = self._options.memory, LossInputs(room.outputs, room.reference)
             self.memory_plan = self._planner.plan(room.rows, room.seq_len, memory.micro_batch, loss, memory.chunk)
         except BaseException:
-            self._planner.shape = before
+            self._planner.layout = before
             raise
 
     @property
     def room(self) -> Room:
         """Largest batches that the memory plan is for."""
-        batch, shape = self.memory_plan.batch, self._planner.shape
-        return Room(batch.rows, batch.seq_len, shape.images, shape.padded, batch.loss.outputs, batch.loss.reference)
+        batch, layout = self.memory_plan.batch, self._planner.layout
+        return Room(batch.rows, batch.seq_len, layout.images, layout.padded, batch.loss.outputs, batch.loss.reference)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.
@@ -133,7 +133,7 @@ class Runtime:
             recomputation, operators = recomputation.saving_nothing(), ()
         self.recomputations = BlockReplay(recomputation.layers, operators, plan.kept_bytes)
         self.scheduler = Scheduler(
-            self._shape,
+            self._layout,
             plan.counts,
             slot=commits.state.slot,
             deferred=self._deferred,
@@ -143,9 +143,9 @@ class Runtime:
             recomputation=recomputation,
             direct_reads=options.store.direct_reads,
         )
-        buffers = Buffers(self._shape, plan, self._device, self.link.shared_fd)
+        buffers = Buffers(self._layout, plan, self._device, self.link.shared_fd)
         folders = [folder / SCRATCH for folder in store.directories]
-        spills = plan.spills_gradients(self._shape, options.update_policy.held(self._shape))
+        spills = plan.spills_gradients(self._layout, options.update_policy.held(self._layout))
         scratch = Scratch(buffers, folders, spills)
         stored = StoredRecords(store, self._extents, commits.sums, commits.missed)
         locks = self._files.lock.descriptors

@@ -27,10 +27,10 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
     Raises:
         NonFiniteWeights: a tensor holds a NaN or an infinity, on every rank.
     """
-    adapters = sum(record.parameter_count * 4 for record in run.shape.of_kind(Kind.ADAPTER))
+    adapters = sum(record.parameter_count * 4 for record in run.layout.of_kind(Kind.ADAPTER))
     if merge or run.model.adapters is None or adapters > SMALL_BYTES:
         run.runtime.close()
-    share, refused = run.shape.share, None
+    share, refused = run.layout.share, None
     try:
         if share.node == 0:  # whose ranks have everything together
             _write(run, directory, merge, share.rank == 0, allow_nonfinite)
@@ -45,7 +45,9 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
 def _write(run: OpenRun, directory: Path, merge: bool, writes: bool, allow_nonfinite: bool) -> None:
     """``writes``: whether this rank writes what the ranks of this node read together."""
     dtype = run.config.precision.dtype
-    exporter = StoreExporter(run.model, run.reader(), run.shape, run.checkpoint, run.limits[0], writes, allow_nonfinite)
+    exporter = StoreExporter(
+        run.model, run.reader(), run.layout, run.checkpoint, run.limits[0], writes, allow_nonfinite
+    )
     with run.runtime.io.not_counted():
         if run.model.adapters is None:
             exporter.checkpoint(directory, dtype)

@@ -43,7 +43,7 @@ class WriteWatch:
         None without a profile, and where a CPU computes: it takes cores from the threads that write, so that a low rate
         says nothing about the drives.
         """
-        share = context.job.shape.share
+        share = context.job.layout.share
         profile = context.profile if share.rank == 0 else None
         content = agreement.all_gather_object(profile and asdict(profile))[0]
         if content is None or context.device.shares_host_memory:
@@ -72,7 +72,7 @@ class WriteWatch:
             rates: every rank's :attr:`slow_rate`.
         """
         slow = [(rate, rank) for rank, rate in enumerate(rates) if rate is not None]
-        if self._warned or not slow or self._context.job.shape.share.rank:
+        if self._warned or not slow or self._context.job.layout.share.rank:
             return
         self._warned = True
         rate, rank = min(slow)

@@ -301,7 +301,7 @@ def as_reference(engine: Engine) -> PreTrainedModel:
 
 
 def _facade(engine: Engine, is_reference: bool) -> PreTrainedModel:
-    if engine._run.shape.share.world_size > 1:
+    if engine._run.layout.share.world_size > 1:
         raise UserError(
             "Trainers drive one process for now: several ranks write the loop with engine.tokens, or use finetune "
             "--nodes."

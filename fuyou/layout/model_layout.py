@@ -371,25 +371,25 @@ def evenly_spaced(blocks: Sequence[int], count: int) -> list[int]:
     return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
 
 
-def resident_records(shape: ModelLayout, room: int) -> list[int]:
+def resident_records(layout: ModelLayout, room: int) -> list[int]:
     """Return the records, other than adapters, whose optimizer states fit in ``room`` bytes together."""
     chosen = []
-    for record in shape.of_kind(Kind.NON_BLOCK):
+    for record in layout.of_kind(Kind.NON_BLOCK):
         if record.trainable and record.state_nbytes <= room:
             chosen.append(record.index)
             room -= record.state_nbytes
-    blocks = [record for record in shape.of_kind(Kind.BLOCK) if record.trainable]
+    blocks = [record for record in layout.of_kind(Kind.BLOCK) if record.trainable]
     if not blocks:
         return chosen
     count = min(len(blocks), room // max(record.state_nbytes for record in blocks))
     return sorted(chosen + evenly_spaced([record.index for record in blocks], count))
 
 
-def interleaved(shape: ModelLayout, fraction: float) -> frozenset[int]:
+def interleaved(layout: ModelLayout, fraction: float) -> frozenset[int]:
     """Return the records with deferred updates: ``fraction`` of the blocks, evenly spaced; all records if it is 1.
 
     Blocks are counted from the end of the stack, where the next forward pass leaves the most time.
     """
     if fraction >= 1:
-        return frozenset(shape.trainable)
-    return frozenset(evenly_spaced(shape.trainable_blocks, round(fraction * len(shape.trainable_blocks))))
+        return frozenset(layout.trainable)
+    return frozenset(evenly_spaced(layout.trainable_blocks, round(fraction * len(layout.trainable_blocks))))

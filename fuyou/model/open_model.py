@@ -54,7 +54,7 @@ class OpenModel(AdaptedModel):
 
     Attributes:
         stack: the model, in parts.
-        shape: its records.
+        layout: its records.
         router_loss: its router loss, or None.
 
     Raises:
@@ -86,7 +86,7 @@ class OpenModel(AdaptedModel):
         if frozen is None:
             frozen = FrozenDtype.CHECKPOINT if compressed else FrozenDtype.PLAIN
         records = model_records(self.stack, precision, frozen, compressed, self._kept_in_fp32())
-        self.shape = replace(records, router_experts=experts, images=images)
+        self.layout = replace(records, router_experts=experts, images=images)
 
     def _kept_in_fp32(self) -> set[str]:
         """Return the names now of the parameters that the family keeps in fp32."""
@@ -127,7 +127,7 @@ class OpenModel(AdaptedModel):
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
             adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
-        return fingerprint(self.shape.records, adapted)
+        return fingerprint(self.layout.records, adapted)
 
     def _compressed(self, frozen: FrozenDtype | None, dtype: torch.dtype) -> dict[str, CompressedParameter]:
         names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
@@ -184,9 +184,9 @@ def _switched(modules: Iterable[nn.Module], name: str, value: bool) -> Iterator[
             setattr(module, name, not value)
 
 
-def check_whole_blocks(shape: ModelLayout) -> None:
+def check_whole_blocks(layout: ModelLayout) -> None:
     """Check that blocks are not in pieces, through which no reference can pass."""
-    if shape.orders:
+    if layout.orders:
         raise UserError(
             "Blocks of this model are computed in pieces, through which no reference passes yet: give more memory, or "
             "compute the reference's log-probabilities before training and give them to the loss."
@@ -205,4 +205,4 @@ def check_reference(model: OpenModel) -> None:
             f"The reference is the model without its adapters, and {why}, so its original weights are gone: train "
             "adapters alone, or compute the reference's log-probabilities before training and give them to the loss."
         )
-    check_whole_blocks(model.shape)
+    check_whole_blocks(model.layout)

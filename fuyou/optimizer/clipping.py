@@ -84,9 +84,9 @@ class UpdatePolicy:
         """Whether updates run before the norm is known, and again if the gradient is clipped."""
         return self.clip_by is ClipBy.SPECULATION
 
-    def deferred(self, shape: ModelLayout) -> frozenset[int]:
-        return interleaved(shape, 1.0 if self.clip_by is ClipBy.DEFERRAL else self.deferred_fraction)
+    def deferred(self, layout: ModelLayout) -> frozenset[int]:
+        return interleaved(layout, 1.0 if self.clip_by is ClipBy.DEFERRAL else self.deferred_fraction)
 
-    def held(self, shape: ModelLayout) -> frozenset[int]:
+    def held(self, layout: ModelLayout) -> frozenset[int]:
         """Return the records whose gradients stay until the step has ended."""
-        return frozenset(shape.trainable) if self.speculative else self.deferred(shape)
+        return frozenset(layout.trainable) if self.speculative else self.deferred(layout)

@@ -143,7 +143,7 @@ def _stages(uses: Uses, pieces: Sequence[Piece]) -> list[Stage]:
     return stages
 
 
-def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> ModelLayout:
+def in_pieces(stack: StreamedModel, layout: ModelLayout, piece_bytes: int) -> ModelLayout:
     """Return the layout of a model whose blocks are cut into pieces of at most ``piece_bytes``, in the compute dtype.
 
     Args:
@@ -153,14 +153,14 @@ def in_pieces(stack: StreamedModel, shape: ModelLayout, piece_bytes: int) -> Mod
         UserError: if this family's blocks cannot be cut.
     """
     pieces, orders = [], []
-    for layer, (index,) in enumerate(shape.blocks):
-        record = shape.records[index]
+    for layer, (index,) in enumerate(layout.blocks):
+        record = layout.records[index]
         sizes = {slot.name: slot.span * record.precision.parameter_bytes for slot in record.parameters}
         cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
         pieces.append(cut)
         orders.append(find_order(stack, layer, cut))
     adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
-    return replace(cut_blocks(shape, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
+    return replace(cut_blocks(layout, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
 
 
 def largest_share(pieces: Sequence[Piece]) -> float | None:

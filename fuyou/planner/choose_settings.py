@@ -33,7 +33,7 @@ def choose_settings(
         plan: this rank's part of the run, with its drives and the limits that all ranks have.
         topology: links to the other ranks, which are measured; None if there are no other ranks.
     """
-    is_rank0, is_profiled = plan.job.shape.share.rank == 0, False
+    is_rank0, is_profiled = plan.job.layout.share.rank == 0, False
     with contextlib.suppress(UserError):  # the engine will say what does not fit
         is_profiled = is_rank0 and plan.profile is not None
     if not agreement.all_gather_object(is_profiled)[0]:
@@ -51,7 +51,7 @@ def _best_settings(plan: RunPlan, links: RankLinks | None) -> dict[str, Any] | N
     """Return the options as JSON, from a profile that there is; None if nothing fits."""
     job, (host, device) = plan.fitted, plan.limits
     assert plan.profile is not None
-    rows, ranks = plan.memory.batch.micro_rows, job.shape.share.ranks_per_node
+    rows, ranks = plan.memory.batch.micro_rows, job.layout.share.ranks_per_node
     shared = plan.device.shares_host_memory
     machine = profiled_machine(plan.profile, shared, device, host * ranks, plan.directories, None)
     if links is not None:

@@ -61,7 +61,7 @@ class Evaluator:
         """
         memory = self.memory(candidate)
         candidate = replace(candidate, micro_rows=memory.batch.micro_rows)
-        plan = merge_micro_batches(memory, len(self.job.shape.blocks)) if merged else memory
+        plan = merge_micro_batches(memory, len(self.job.layout.blocks)) if merged else memory
         key = (candidate, plan is not memory)  # what is not merged anyway is simulated once
         if key not in self._known:
             self._known[key] = self._evaluate(candidate, memory, plan)
@@ -86,11 +86,11 @@ class Evaluator:
 
     def activation_planner(self, candidate: Candidate) -> ActivationPlanner:
         """Return what ``candidate`` saves for the backward pass: nothing if blocks are in pieces."""
-        shape = self.job.shape
-        policy = SAVE_NOTHING if shape.orders else candidate.activation_policy
+        layout = self.job.layout
+        policy = SAVE_NOTHING if layout.orders else candidate.activation_policy
         if policy not in self._activation_planners:
             self._activation_planners[policy] = ActivationPlanner(
-                self.job.stack, self._device, shape.precision.dtype, policy
+                self.job.stack, self._device, layout.precision.dtype, policy
             )
         return self._activation_planners[policy]
 
@@ -113,13 +113,13 @@ class Evaluator:
             return 0.0
         sets = len(self.activation_planner(candidate).layers) * batch.micro_batches
         spilled = (sets - counts.device_kept - counts.host_kept) * memory.kept_bytes
-        rates, visits = self._rates_for(batch.micro_rows), len(job.shape.blocks) * batch.micro_batches
-        computing = 2 * job.block_parameters * job.tokens / job.shape.share.world_size / rates.flops_per_second
+        rates, visits = self._rates_for(batch.micro_rows), len(job.layout.blocks) * batch.micro_batches
+        computing = 2 * job.block_parameters * job.tokens / job.layout.share.world_size / rates.flops_per_second
         return max(0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0]))
 
     def _left_out(self, recomputation: Recomputation) -> float:
         """Return the fraction of all blocks' forward FLOPs that the backward pass does not compute again."""
-        layers = len(self.job.shape.blocks)
+        layers = len(self.job.layout.blocks)
         return 1 - sum(recomputation.fraction(layer) for layer in range(layers)) / layers
 
     def memory(self, candidate: Candidate, chunk: int | None = None) -> MemoryPlan:
@@ -143,12 +143,12 @@ class Evaluator:
         job, machine, activations = self.job, self.machine, self.activation_planner(candidate)
         updates = self.update_policy(candidate)
         return MemoryPlanner(
-            job.shape,
+            job.layout,
             job.config,
             machine.device_bytes,
             machine.host_bytes,
             machine.cpu,
-            deferred=len(updates.deferred(job.shape)),
+            deferred=len(updates.deferred(job.layout)),
             speculative=updates.speculative,
             host_cache=job.host_cache,
             kept_layers=len(activations.layers),
@@ -171,7 +171,7 @@ class Evaluator:
         job, tokens = self.job, self._columns
         if tokens == job.seq_len or self.trace is None:
             return ()
-        counted = 2 * job.block_parameters / len(job.shape.blocks) * tokens / self.trace.flops()
+        counted = 2 * job.block_parameters / len(job.layout.blocks) * tokens / self.trace.flops()
         forward, backward = counted, (1 + ATTENTION_BACKWARD) * counted
         if self.machine.compute is not None:  # attention has separate rates, at which chunks attend to earlier ones
             kernel, rates = self.machine.compute.flash2, self.rates
@@ -185,7 +185,7 @@ class Evaluator:
     @cached_property
     def trace(self) -> BlockTrace | None:
         """Return the operators of a block, or None if the family's code needs values to run."""
-        return trace_block(self.job.stack, self._columns, self._device, self.job.shape.precision.dtype)
+        return trace_block(self.job.stack, self._columns, self._device, self.job.layout.precision.dtype)
 
     @cached_property
     def rates(self) -> TaskRates:
@@ -210,7 +210,7 @@ class Evaluator:
                 flops_per_second=measured.flops_per_second,
                 backward_flops_per_second=measured.backward_flops_per_second,
             )
-        counted = 2 * job.block_parameters / len(job.shape.blocks) * self._columns
+        counted = 2 * job.block_parameters / len(job.layout.blocks) * self._columns
         if machine.compute is not None:
             return self._rates_of_parts(machine.compute, self.trace, counted, rows)
         return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
@@ -218,11 +218,11 @@ class Evaluator:
     @cached_property
     def _shorter_trace(self) -> BlockTrace | None:
         job = self.job
-        return trace_block(job.stack, max(1, self._columns // 2), self._device, job.shape.precision.dtype)
+        return trace_block(job.stack, max(1, self._columns // 2), self._device, job.layout.precision.dtype)
 
     def _rates_of_parts(self, compute: ComputeRates, trace: BlockTrace, counted: float, rows: int) -> TaskRates:
         """Return rates at which tasks take as long as a block's operators, of ``counted`` FLOPs for a row forward."""
-        trained = bool(self.job.shape.sizes[Kind.BLOCK].trained_elements)
+        trained = bool(self.job.layout.sizes[Kind.BLOCK].trained_elements)
         seconds = block_seconds(trace, compute, trained, rows, self._shorter_trace)
         counted *= rows
         passes = 2.0 + trained - saved_outputs(trace, ()).saved_fraction
@@ -258,11 +258,11 @@ class Evaluator:
         self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan, clipped: bool | None
     ) -> SteadyState:
         job, batch = self.job, memory.batch
-        deferred = self.update_policy(candidate).deferred(job.shape)
+        deferred = self.update_policy(candidate).deferred(job.layout)
         waits = bool(deferred) or job.clips
         writes_late = waits and bool(plan.resident)
         return simulate(
-            job.shape,
+            job.layout,
             plan,
             self._rates_of(memory, plan),
             deferred,
@@ -314,11 +314,11 @@ class Evaluator:
         )
 
     def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
-        shape = self.job.shape
+        layout = self.job.layout
         total = self.job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
         total += memory.counts.ssd_kept * memory.kept_bytes
-        if memory.spills_gradients(shape, updates.held(shape)):
-            total += sum(record.gradient_nbytes for record in shape.records)
+        if memory.spills_gradients(layout, updates.held(layout)):
+            total += sum(record.gradient_nbytes for record in layout.records)
         return total
 
 

@@ -59,7 +59,7 @@ class Plan:
     @property
     def start_bytes(self) -> int:
         """Return the bytes that a new run writes to SSD before its first step."""
-        return sum(record.first_nbytes for record in self.job.shape.records)
+        return sum(record.first_nbytes for record in self.job.layout.records)
 
     @property
     def start_seconds(self) -> float:
@@ -117,11 +117,11 @@ class Plan:
         """Return what was assumed without a measurement, of the machine and of how the model runs on it."""
         if self.machine.profile is not None:
             return self.machine.assumptions
-        slots = [slot for record in self.job.shape.records for slot in record.parameters]
+        slots = [slot for record in self.job.layout.records for slot in record.parameters]
         assumed = list(self.machine.assumptions)
         if any(slot.activity < 1 for slot in slots):
             assumed.append("tokens are spread evenly over experts")
-        if any(record.decoded_nbytes for record in self.job.shape.records):
+        if any(record.decoded_nbytes for record in self.job.layout.records):
             assumed.append("decoding frozen weights takes the device no time")
         return tuple(assumed)
 
@@ -147,7 +147,7 @@ class Plan:
         With N nodes of M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter
         of N M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
         """
-        precision, rates, share = self.job.shape.precision, self.machine.rates, self.job.shape.share
+        precision, rates, share = self.job.layout.precision, self.machine.rates, self.job.layout.share
         written = (precision.parameter_bytes + precision.state_bytes / share.nodes) / share.ranks_per_node
         read = written + precision.parameter_bytes / share.ranks_per_node
         sent = (precision.gradient_bytes + precision.parameter_bytes) * (share.nodes - 1) / share.world_size
@@ -170,9 +170,9 @@ class Plan:
             "fits": self.fits,
             "missing": list(self.missing),
             "parameters": self.job.parameters,
-            "nodes": self.job.shape.share.nodes,
-            "ranks_per_node": self.job.shape.share.ranks_per_node,
-            "batch_size": self.job.rows * self.job.shape.share.world_size,
+            "nodes": self.job.layout.share.nodes,
+            "ranks_per_node": self.job.layout.share.ranks_per_node,
+            "batch_size": self.job.rows * self.job.layout.share.world_size,
             "seq_len": self.job.seq_len,
             "device": self.machine.device,
             "drives": self.machine.drives,
@@ -223,7 +223,7 @@ def what_relaxes(plan: Plan) -> list[str]:
     ways = [_HARDWARE[plan.bound]]
     if plan.bound in _PER_STEP:
         ways.append("a larger --batch-size")
-    shape = plan.job.shape
-    if plan.bound is Resource.SSD and shape.precision.optimizer == ADAMW and shape.sizes[Kind.BLOCK].trained_elements:
+    layout = plan.job.layout
+    if plan.bound is Resource.SSD and layout.precision.optimizer == ADAMW and layout.sizes[Kind.BLOCK].trained_elements:
         ways.append("--optimizer adamw8bit")
     return ways

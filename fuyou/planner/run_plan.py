@@ -46,7 +46,7 @@ class RunPlan:
         job, memory = self.job, self.memory
         return ProfiledWorkload(
             job.config,
-            job.shape.precision,
+            job.layout.precision,
             memory.batch.micro_rows,
             memory.batch.columns,
             tuple(self.directories),

@@ -90,7 +90,7 @@ def _try_candidates(evaluator: Evaluator, clip_by: ClipBy) -> None:
     if job.micro_batch is None:
         chosen = evaluator.memory(best.candidate).batch.micro_rows
         # With frozen pieces, each micro-batch uploads all parameters, so that fewer are better.
-        frozen_pieces = bool(job.shape.orders) and not job.shape.sizes[Kind.BLOCK].trained_elements
+        frozen_pieces = bool(job.layout.orders) and not job.layout.sizes[Kind.BLOCK].trained_elements
         smaller = set() if frozen_pieces else {-(-chosen // 2), -(-chosen // 4)}
         for rows in sorted((smaller | {min(job.rows, 2 * chosen)}) - {chosen}):
             candidate = Candidate(rows, fraction, activation_policy, clip_by)
@@ -122,11 +122,11 @@ def _search_activation_policy(evaluator: Evaluator, best: Plan) -> Plan:
 
     First the same outputs in all blocks; then more of them in some of the blocks.
     """
-    shape = evaluator.job.shape
+    layout = evaluator.job.layout
     chunks = evaluator.memory(best.candidate).batch.chunks > 1
-    if best.bound is not Resource.GPU or evaluator.trace is None or shape.orders or chunks:
+    if best.bound is not Resource.GPU or evaluator.trace is None or layout.orders or chunks:
         return best
-    layers = len(shape.blocks)
+    layers = len(layout.blocks)
     operators: tuple[tuple[str, int], ...] = ()
     choices = []
     for output in savable_outputs(evaluator.trace):
@@ -183,7 +183,7 @@ def forward_seconds(result: Plan) -> float:
     """Return the seconds of a forward pass over one batch, by the resource that takes longest."""
     assert result.memory is not None
     memory, job = result.memory, result.job
-    scheduler = Scheduler(job.shape, memory.counts, resident=memory.resident, direct_reads=job.direct_reads)
+    scheduler = Scheduler(job.layout, memory.counts, resident=memory.resident, direct_reads=job.direct_reads)
     tasks = scheduler.evaluation(0, memory.batch_shape(memory.batch))
     return max(busy_seconds(tasks, Evaluator(result.job, result.machine).rates).values())
 

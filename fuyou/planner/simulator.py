@@ -461,7 +461,7 @@ _MAX_CYCLE = 4
 
 
 def simulate(
-    shape: ModelLayout,
+    layout: ModelLayout,
     plan: MemoryPlan,
     rates: TaskRates,
     deferred: Collection[int] = (),
@@ -484,7 +484,7 @@ def simulate(
         clipped: with speculative updates, whether every step is clipped and updates again, or none is; else None.
     """
     scheduler = Scheduler(
-        shape,
+        layout,
         plan.counts,
         deferred=deferred,
         hold=hold,
@@ -508,7 +508,7 @@ def simulate(
             lists.append(scheduler.training_step(step, batch, commit=step % length == 0))
             lists[-1].tasks[:0] = resolved
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
-        simulator = Simulator(shape.records, rates, plan.ring_chunks, plan.chunk_elements)
+        simulator = Simulator(layout.records, rates, plan.ring_chunks, plan.chunk_elements)
         return SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
 
 

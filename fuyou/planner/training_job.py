@@ -40,7 +40,7 @@ class TrainingJob:
 
     name: str
     model: OpenModel
-    shape: ModelLayout  # Its records as the run stores them: in pieces, or as one of several ranks sees them
+    layout: ModelLayout  # Its records as the run stores them: in pieces, or as one of several ranks sees them
     rows: int  # Sequences per step and rank
     seq_len: int
     clips: bool = False  # Whether updates wait for the gradient's norm: to clip, or to skip steps
@@ -82,7 +82,7 @@ class TrainingJob:
     @property
     def speculation_obstacle(self) -> str | None:
         """Return why updates cannot be speculative, or None if they can."""
-        return speculation_obstacle(commit_every=self.commit_every, ranks=self.shape.share.world_size)
+        return speculation_obstacle(commit_every=self.commit_every, ranks=self.layout.share.world_size)
 
     @property
     def clip_choices(self) -> tuple[ClipBy, ...]:
@@ -94,20 +94,20 @@ class TrainingJob:
     @property
     def block_parameters(self) -> float:
         """Return the parameters in all blocks that a token is multiplied with."""
-        return sum(self.shape.active_parameters(layer) for layer in range(len(self.shape.blocks)))
+        return sum(self.layout.active_parameters(layer) for layer in range(len(self.layout.blocks)))
 
     @property
     def parameters(self) -> int:
-        return self.shape.parameters
+        return self.layout.parameters
 
     @property
     def tokens(self) -> int:
         """Return the tokens of one step, on all ranks together."""
-        return self.rows * self.seq_len * self.shape.share.world_size
+        return self.rows * self.seq_len * self.layout.share.world_size
 
     def among(self, share: Share) -> "TrainingJob":
         """Return one rank's part of this job; the batch is divided as evenly as possible."""
-        return replace(self, shape=self.shape.shared(share), rows=-(-self.rows // share.world_size))
+        return replace(self, layout=self.layout.shared(share), rows=-(-self.rows // share.world_size))
 
     @cached_property
     def causal(self) -> "TrainingJob":
@@ -119,7 +119,7 @@ class TrainingJob:
         """Return the bytes of parameters and states on SSD, in all slots."""
         return sum(
             (record.parameter_nbytes + record.state_nbytes) * (SLOTS if record.trainable else 1)
-            for record in self.shape.records
+            for record in self.layout.records
         )
 
 
@@ -174,7 +174,7 @@ def job_of_run(
     return TrainingJob(
         name,
         model,
-        replace(model.shape, images=options.memory.images, padded=options.memory.padded),
+        replace(model.layout, images=options.memory.images, padded=options.memory.padded),
         rows,
         seq_len,
         **planned,
@@ -252,7 +252,7 @@ def describe_training(
     return TrainingJob(
         type(opened.model).__name__ if isinstance(model, PreTrainedConfig) else os.fspath(model),
         opened,
-        replace(opened.shape, padded=padded),
+        replace(opened.layout, padded=padded),
         rows,
         seq_len,
         **settings,
@@ -280,13 +280,13 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
     """
 
     def plan(fitted: TrainingJob) -> MemoryPlan:
-        planner = MemoryPlanner(fitted.shape, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
+        planner = MemoryPlanner(fitted.layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
         return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
-    if job.piece_bytes is not None and not job.shape.orders:
+    if job.piece_bytes is not None and not job.layout.orders:
         fitted = _cut(job, job.piece_bytes)
         memory = plan(fitted)
-    elif job.shape.orders or job.whole_blocks or job.chunk is not None:
+    elif job.layout.orders or job.whole_blocks or job.chunk is not None:
         fitted, memory = job, plan(job)
     else:
         try:
@@ -294,14 +294,14 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
         except UserError as error:
             fitted, memory = _largest_pieces(job, plan, error)
     if job.loss.reference:
-        check_whole_blocks(fitted.shape)
+        check_whole_blocks(fitted.layout)
     return fitted, memory
 
 
 def _largest_pieces(
     job: TrainingJob, plan: Callable[[TrainingJob], MemoryPlan], too_small: UserError
 ) -> tuple[TrainingJob, MemoryPlan]:
-    largest = job.shape.block_elements * job.shape.precision.parameter_bytes
+    largest = job.layout.block_elements * job.layout.precision.parameter_bytes
     fitting: list[tuple[tuple[int, ...], TrainingJob, MemoryPlan]] = []
     divided: TrainingJob | None = None
     for parts in PARTS:
@@ -309,7 +309,7 @@ def _largest_pieces(
             before, divided = divided, _cut(job, largest // parts)
         except UserError as error:
             raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
-        if before is not None and len(before.shape.records) == len(divided.shape.records):
+        if before is not None and len(before.layout.records) == len(divided.layout.records):
             continue  # nothing of it can be cut further
         try:
             memory = plan(divided)
@@ -317,8 +317,8 @@ def _largest_pieces(
             too_small = error
             continue
         buffers = memory.counts.device_blocks
-        on_device = buffers * divided.shape.sizes[Kind.BLOCK].device_nbytes
-        passes = memory.batch.passes_in_pieces(bool(job.shape.sizes[Kind.BLOCK].trained_elements))
+        on_device = buffers * divided.layout.sizes[Kind.BLOCK].device_nbytes
+        passes = memory.batch.passes_in_pieces(bool(job.layout.sizes[Kind.BLOCK].trained_elements))
         rank = (-passes, min(buffers, BUFFERS), on_device, memory.batch.micro_rows)
         fitting.append((rank, divided, memory))
     if not fitting:
@@ -329,8 +329,8 @@ def _largest_pieces(
 
 def _cut(job: TrainingJob, piece_bytes: int) -> TrainingJob:
     """Return the job with blocks in pieces of at most ``piece_bytes``."""
-    share = job.shape.share
-    shape = in_pieces(job.stack, job.shape.shared(Share()), piece_bytes)
+    share = job.layout.share
+    layout = in_pieces(job.stack, job.layout.shared(Share()), piece_bytes)
     if job.reads_rows is not None:
-        shape = replace(shape, read_whole=whole_elements(shape.records, job.reads_rows))
-    return replace(job, shape=shape.shared(share), piece_bytes=shape.piece_bytes)
+        layout = replace(layout, read_whole=whole_elements(layout.records, job.reads_rows))
+    return replace(job, layout=layout.shared(share), piece_bytes=layout.piece_bytes)

@@ -209,9 +209,9 @@ class _Proof:
             raise self._unprovable(error) from error
         opened = OpenModel(self._small, Precision(claim.dtype), torch.device("cpu"), twin.adapters, twin.trainable)
         if claim.pieces:
-            opened.shape = in_pieces(opened.stack, opened.shape, 1)
+            opened.layout = in_pieces(opened.stack, opened.layout, 1)
         try:
-            twin.build(opened.shape)
+            twin.build(opened.layout)
             exchanged = twin.exchanged_module()
         except Exception as error:
             raise self._unprovable(error) from error

@@ -263,8 +263,8 @@ class SmallStep:
     """
 
     def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
-        self._model, self._shape = model, model.shape
-        self._flat = {record.index: _flat(record, parameters) for record in self._shape.records}
+        self._model, self._layout = model, model.layout
+        self._flat = {record.index: _flat(record, parameters) for record in self._layout.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = BlockReplay()
         # Gradients by first name, in the order in which the backward pass has made them; None where nothing flows.
@@ -276,14 +276,14 @@ class SmallStep:
         batch = TrainingBatch.of(self._model, given, own_loss=False)
         rows, length = batch.size
         planned = Batch(rows, length, micro_rows, chunk=chunk)
-        room = 4 * planned.micro_batches * (len(self._shape.blocks) + 2)
-        enough = {field.name: max(room, len(self._shape.records)) for field in fields(BufferCounts)}
+        room = 4 * planned.micro_batches * (len(self._layout.blocks) + 2)
+        enough = {field.name: max(room, len(self._layout.records)) for field in fields(BufferCounts)}
         counts = BufferCounts(**enough)
         given_sizes = {"ring_chunks": 2, "chunk_elements": 1, "head_columns": length, "resident": ()}
         sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)} | given_sizes
         plan = MemoryPlan(**{**sizes, "counts": counts, "batch": planned})
         shape = BatchShape(planned.micro_batches, 0, rows * length, chunks=planned.chunks)
-        tasks = Scheduler(self._shape, counts).training_step(1, shape)
+        tasks = Scheduler(self._layout, counts).training_step(1, shape)
         # By first name and first expert: parameters of experts may be in pieces.
         parts: dict[str, dict[int, torch.Tensor | None]] = defaultdict(dict)
         data_plane = cast(DataPlane, self._plane(plan, parts))
@@ -291,7 +291,7 @@ class SmallStep:
         if planned.chunks > 1:
             micro = batch.chunks(planned.columns, cpu, self._model.stack)
         else:
-            micro = batch.micro_batches(micro_rows, cpu, self._shape.precision.dtype)
+            micro = batch.micro_batches(micro_rows, cpu, self._layout.precision.dtype)
         step = StepComputation(
             self._model, data_plane, tasks, micro, batch.label_count, self._recomputations, time.monotonic()
         )
@@ -306,7 +306,7 @@ class SmallStep:
     def _plane(self, plan: MemoryPlan, parts: dict[str, dict[int, torch.Tensor | None]]) -> SimpleNamespace:
         parameters: dict[Any, _Buffers] = defaultdict(_Buffers)
         gradients: dict[Any, _Buffers] = defaultdict(_Buffers)
-        records = self._shape.records
+        records = self._layout.records
 
         def start(task: ComputeTask) -> None:
             for index, buffer in task.places.items():
@@ -321,7 +321,7 @@ class SmallStep:
                     parts[slot.names[0]][slot.experts[0] if slot.experts else 0] = None if is_absent else view
 
         buffers = SimpleNamespace(
-            shape=self._shape,
+            layout=self._layout,
             plan=plan,
             wide={},
             device=SimpleNamespace(

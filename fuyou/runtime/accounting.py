@@ -52,7 +52,7 @@ class Accounting:
         ended = [task.done and self._plane.buffers.device.has_finished(task) for task in self._watched]
         done = [task for task, over in zip(self._watched, ended, strict=True) if over]
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
-        alone = self._plane.buffers.shape.share.world_size == 1
+        alone = self._plane.buffers.layout.share.world_size == 1
         absent = {Resource.NONE, *((Resource.INTRA_NODE, Resource.INTER_NODE) if alone else ())}
         busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
         for task in done:

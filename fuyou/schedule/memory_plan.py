@@ -79,26 +79,26 @@ class MemoryPlan:
             chunks=batch.chunks,
         )
 
-    def spills_gradients(self, shape: ModelLayout, held: Collection[int]) -> bool:
+    def spills_gradients(self, layout: ModelLayout, held: Collection[int]) -> bool:
         """Return whether the gradients of all records in ``held``, which stay until the step has ended, exceed the
         host's buffers."""
         passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
-        kinds = Counter(shape.records[index].kind for index in held)
-        trained = Counter(shape.records[index].kind for index in shape.trainable)
+        kinds = Counter(layout.records[index].kind for index in held)
+        trained = Counter(layout.records[index].kind for index in layout.trainable)
         return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
 
 
-def chunk_elements(shape: ModelLayout) -> int:
+def chunk_elements(layout: ModelLayout) -> int:
     """Return the size of the chunks of states on SSD, which depends on the model and the number of ranks."""
-    trained = [shape.records[index] for index in shape.trainable]
-    preferred = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(shape).owned // CHUNKS_PER_BLOCK))
+    trained = [layout.records[index] for index in layout.trainable]
+    preferred = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, _largest_trained(layout).owned // CHUNKS_PER_BLOCK))
     pages = max(record.page_elements for record in trained)
     return round_up(min(preferred, max(record.owned for record in trained)), pages)
 
 
-def _largest_trained(shape: ModelLayout) -> Record:
+def _largest_trained(layout: ModelLayout) -> Record:
     """Return the largest trained record of a block; without one, the last trained record."""
-    trained = [shape.records[index] for index in shape.trainable]
+    trained = [layout.records[index] for index in layout.trainable]
     return max((r for r in trained if r.kind is Kind.BLOCK), key=lambda r: r.numel, default=trained[-1])
 
 
@@ -109,14 +109,14 @@ class MemoryCounter:
         saved_bytes: bytes of operator outputs that one layer saves for one micro-batch of a batch.
     """
 
-    def __init__(self, shape: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]):
-        self._shape, self._config, self._cpu, self._saved_bytes = shape, config, cpu, saved_bytes
-        self._workspace = Workspace(shape, config, cpu)
-        self._adapters = len(shape.of_kind(Kind.ADAPTER))
-        self._adapter_states = sum(record.state_nbytes for record in shape.of_kind(Kind.ADAPTER))
-        self._chunk_elements = chunk_elements(shape)
+    def __init__(self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]):
+        self._layout, self._config, self._cpu, self._saved_bytes = layout, config, cpu, saved_bytes
+        self._workspace = Workspace(layout, config, cpu)
+        self._adapters = len(layout.of_kind(Kind.ADAPTER))
+        self._adapter_states = sum(record.state_nbytes for record in layout.of_kind(Kind.ADAPTER))
+        self._chunk_elements = chunk_elements(layout)
         # The rank with most chunks counts for all: they must plan the same.
-        ranks = [replace(_largest_trained(shape), share=share) for share in shape.share.everyone()]
+        ranks = [replace(_largest_trained(layout), share=share) for share in layout.share.everyone()]
         self._block_chunks = max(len(record.chunks(self._chunk_elements)) for record in ranks)
 
     def count(self, batch: Batch, counts: BufferCounts, ring_blocks: float, columns: int) -> MemoryPlan:
@@ -126,23 +126,23 @@ class MemoryCounter:
             ring_blocks: size of the optimizer's ring, in states of whole blocks.
             columns: tokens of each row that go through the head at once.
         """
-        shape, several, chunked = self._shape, batch.micro_batches > 1, batch.chunks > 1
-        hidden = shape.hidden_size or self._config.get_text_config().hidden_size
-        split = shape.precision.split
+        layout, several, chunked = self._layout, batch.micro_batches > 1, batch.chunks > 1
+        hidden = layout.hidden_size or self._config.get_text_config().hidden_size
+        split = layout.precision.split
         plan = MemoryPlan(
             counts,
             batch,
             ring_chunks=max(2, math.ceil(ring_blocks * self._block_chunks)),
             chunk_elements=self._chunk_elements,
-            activation_bytes=round_up(batch.micro_tokens * hidden * shape.precision.parameter_bytes, 4096),
+            activation_bytes=round_up(batch.micro_tokens * hidden * layout.precision.parameter_bytes, 4096),
             kept_bytes=round_up(self._row_bytes(batch) if chunked else self._saved_bytes(batch), 4096),
             key_gradient_bytes=self._keys.gradients * batch.seq_len + self._keys.state_gradients if chunked else 0,
             head_columns=columns,
-            wide_blocks=split and several and bool(shape.sizes[Kind.BLOCK].trained_elements),
+            wide_blocks=split and several and bool(layout.sizes[Kind.BLOCK].trained_elements),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
             wide_non_block=split
             and (several or columns < batch.columns)
-            and bool(shape.sizes[Kind.NON_BLOCK].trained_elements),
+            and bool(layout.sizes[Kind.NON_BLOCK].trained_elements),
             workspace_bytes=self._workspace.nbytes(batch, columns),
             device_bytes=0,
             host_bytes=0,
@@ -156,26 +156,26 @@ class MemoryCounter:
         return 0 < self._adapters <= counts.host_adapters
 
     def _device_bytes(self, plan: MemoryPlan) -> int:
-        shape, batch, counts = self._shape, plan.batch, plan.counts
-        width, passing = shape.precision.parameter_bytes, batch.rows * batch.loss.passes
-        images = shape.image_memory if shape.images else NO_IMAGES
+        layout, batch, counts = self._layout, plan.batch, plan.counts
+        width, passing = layout.precision.parameter_bytes, batch.rows * batch.loss.passes
+        images = layout.image_memory if layout.images else NO_IMAGES
         gradients = {
             Kind.BLOCK: _gradient_bytes(counts.device_block_gradients, width, plan.wide_blocks),
             Kind.NON_BLOCK: _gradient_bytes(counts.device_non_block_gradients, width, plan.wide_non_block),
         }
         return (
-            sum(counts.device(kind) * shape.sizes[kind].device_nbytes for kind in Kind)
-            + sum(shape.sizes[kind].trained_elements * nbytes for kind, nbytes in gradients.items())
-            + shape.decoded_nbytes
-            + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if shape.decoded_nbytes else 0)
-            + counts.device_adapter_gradients * shape.sizes[Kind.ADAPTER].device_gradient_nbytes
+            sum(counts.device(kind) * layout.sizes[kind].device_nbytes for kind in Kind)
+            + sum(layout.sizes[kind].trained_elements * nbytes for kind, nbytes in gradients.items())
+            + layout.decoded_nbytes
+            + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if layout.decoded_nbytes else 0)
+            + counts.device_adapter_gradients * layout.sizes[Kind.ADAPTER].device_gradient_nbytes
             + counts.device_activations * plan.activation_bytes
             + counts.device_kept * plan.kept_bytes
             + passing * self._passed_bytes(batch)
             + plan.key_gradient_bytes
             + passing * batch.seq_len * images.kept * width
             + plan.workspace_bytes
-            + REDUCTION_BYTES * ((shape.share.ranks_per_node > 1) + (shape.share.nodes > 1))
+            + REDUCTION_BYTES * ((layout.share.ranks_per_node > 1) + (layout.share.nodes > 1))
             + self._squares_bytes()
         )
 
@@ -187,56 +187,56 @@ class MemoryCounter:
         if batch.chunks > 1:
             pairs = batch.seq_len * (batch.seq_len + batch.columns) // 2
             return batch.seq_len * self._keys.arguments + pairs * self._keys.masks
-        attention = self._shape.attention
-        return self._shape.carried_bytes(batch.seq_len) + attention.mask_bytes(batch.seq_len, self._shape.padded)
+        attention = self._layout.attention
+        return self._layout.carried_bytes(batch.seq_len) + attention.mask_bytes(batch.seq_len, self._layout.padded)
 
     @cached_property
     def _keys(self) -> KeyMemory:
-        return self._shape.key_memory()
+        return self._layout.key_memory()
 
     def _squares_bytes(self) -> int:
-        if self._cpu or self._shape.share.world_size == 1:
+        if self._cpu or self._layout.share.world_size == 1:
             return 0
-        return squares_bytes(max(self._shape.sizes[kind].trained_elements for kind in Kind))
+        return squares_bytes(max(self._layout.sizes[kind].trained_elements for kind in Kind))
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
-        shape, counts, batch = self._shape, plan.counts, plan.batch
+        layout, counts, batch = self._layout, plan.counts, plan.batch
         return (
             sum(
-                counts.host(kind) * shape.sizes[kind].parameter_nbytes
-                + counts.host_gradients(kind) * shape.sizes[kind].gradient_nbytes
+                counts.host(kind) * layout.sizes[kind].parameter_nbytes
+                + counts.host_gradients(kind) * layout.sizes[kind].gradient_nbytes
                 for kind in Kind
             )
             + (self._adapter_states if self.adapters_in_memory(counts) else 0)
-            + plan.ring_chunks * shape.trained_precision.state_nbytes(plan.chunk_elements)
+            + plan.ring_chunks * layout.trained_precision.state_nbytes(plan.chunk_elements)
             + counts.host_activations * plan.activation_bytes
             + counts.host_kept * plan.kept_bytes
             + batch.rows * batch.seq_len * batch.loss.outputs * OUTPUT_BYTES * batch.loss.passes
             + self._filling_bytes(plan)
             + HOST_OVERHEAD_BYTES
-            + DESCRIPTION_BYTES * shape.parameter_tensors
+            + DESCRIPTION_BYTES * layout.parameter_tensors
             + ADAM_SCRATCH_BYTES
         )
 
     def _filling_bytes(self, plan: MemoryPlan) -> int:
         encoding = 0 if self._cpu else self._encoding_bytes
-        if not self._shape.orders:
+        if not self._layout.orders:
             return encoding
         idle = ADAM_SCRATCH_BYTES + (plan.workspace_bytes if self._cpu else 0)
         return max(0, encoding + self._source_bytes - idle)
 
     @cached_property
     def _source_bytes(self) -> int:
-        return filling_bytes(self._shape.records) + 4 * self._shape.read_whole
+        return filling_bytes(self._layout.records) + 4 * self._layout.read_whole
 
     @cached_property
     def _encoding_bytes(self) -> int:
-        several = self._shape.share.ranks_per_node > 1
+        several = self._layout.share.ranks_per_node > 1
         return max(
             (
                 several * record.device_nbytes
                 + (0 if record.frozen is FrozenDtype.CHECKPOINT else record.decoded_nbytes)
-                for record in self._shape.records
+                for record in self._layout.records
                 if record.decoded_nbytes
             ),
             default=0,

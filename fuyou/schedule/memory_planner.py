@@ -36,7 +36,7 @@ class MemoryPlanner:
 
     def __init__(
         self,
-        shape: ModelLayout,
+        layout: ModelLayout,
         config: PreTrainedConfig,
         device_limit: int,
         host_limit: int,
@@ -48,11 +48,11 @@ class MemoryPlanner:
         kept_layers: int = 0,
         kept_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
-        self.shape, self._config = shape, config
+        self.layout, self._config = layout, config
         self.device_limit, self.host_limit, self.cpu = device_limit, host_limit, cpu
         self._deferred, self._speculative, self.host_cache = deferred, speculative, host_cache
         self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
-        self._adapters = len(shape.of_kind(Kind.ADAPTER))
+        self._adapters = len(layout.of_kind(Kind.ADAPTER))
 
     def plan(
         self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS, chunk: int | None = None
@@ -82,21 +82,21 @@ class MemoryPlanner:
     def _block_is_too_large(self) -> bool:
         """Return whether a block's parameters alone, as stored and decoded, exceed the device's memory, so that shorter
         rows do not help."""
-        return self.shape.sizes[Kind.BLOCK].device_nbytes + self.shape.decoded_nbytes > self.device_limit
+        return self.layout.sizes[Kind.BLOCK].device_nbytes + self.layout.decoded_nbytes > self.device_limit
 
     def _chunk_obstacle(self, chunk: int | None = None) -> str | None:
         """Return why rows cannot pass in chunks; None if they can. Runs the blocks of a new model without values."""
-        shape = self.shape
+        layout = self.layout
         obstacles = {
-            "through blocks in pieces": bool(shape.orders),
+            "through blocks in pieces": bool(layout.orders),
             "with one label for each": task_type_of(self._config) is TaskType.SEQUENCE_CLASSIFICATION,
-            "with images": shape.images,
-            "behind a mask that hides tokens": shape.padded,
+            "with images": layout.images,
+            "behind a mask that hides tokens": layout.padded,
             "through this model, whose blocks do not show what they keep of earlier tokens": (
-                not shape.orders and not (shape.key_memory().keys or shape.key_memory().states)
+                not layout.orders and not (layout.key_memory().keys or layout.key_memory().states)
             ),
         }
-        if chunk is not None and chunk < 3 and not any(obstacles.values()) and shape.key_memory().states:
+        if chunk is not None and chunk < 3 and not any(obstacles.values()) and layout.key_memory().states:
             return (
                 "of fewer than 3 tokens through this model, which carries states"  # chunks of one change them in place
             )
@@ -110,12 +110,12 @@ class MemoryPlanner:
         return self._batches([Batch(rows, seq_len, min(size, rows), loss) for size in sizes])
 
     def _plan(self, batches: list[Batch]) -> MemoryPlan:
-        counter = MemoryCounter(self.shape, self._config, self.cpu, self._saved_bytes)
+        counter = MemoryCounter(self.layout, self._config, self.cpu, self._saved_bytes)
         best: MemoryPlan | None = None
         for batch in batches:
             if best is not None and best.counts.device_blocks > 1 and not self._as_often(batch, best.batch):
                 break  # smaller micro-batches would only cost speed
-            for device in _device_ladder(bool(self.shape.orders)):
+            for device in _device_ladder(bool(self.layout.orders)):
                 plan = self._fit(counter, batch, device)
                 if plan is not None:
                     if best is None or device.device_blocks > best.counts.device_blocks:
@@ -128,15 +128,15 @@ class MemoryPlanner:
     def _as_often(self, batch: Batch, best: Batch) -> bool:
         """Return whether pieces come to the device as often for ``batch`` as for ``best``: with less memory per batch,
         more of them may stay there."""
-        trained = bool(self.shape.sizes[Kind.BLOCK].trained_elements)
-        return bool(self.shape.orders) and batch.passes_in_pieces(trained) == best.passes_in_pieces(trained)
+        trained = bool(self.layout.sizes[Kind.BLOCK].trained_elements)
+        return bool(self.layout.orders) and batch.passes_in_pieces(trained) == best.passes_in_pieces(trained)
 
     def _batches(self, sizes: list[Batch]) -> list[Batch]:
         """Return ``sizes``, best first. For blocks in pieces, with every number of micro-batches that may go through
         them together, ordered by how often pieces come to the device."""
-        if not self.shape.orders:
+        if not self.layout.orders:
             return sizes
-        trained = bool(self.shape.sizes[Kind.BLOCK].trained_elements)
+        trained = bool(self.layout.sizes[Kind.BLOCK].trained_elements)
         batches = [replace(size, most_together=most) for size in sizes for most in _halvings(size.micro_batches)]
         return sorted(batches, key=lambda size: size.passes_in_pieces(trained))
 
@@ -163,13 +163,13 @@ class MemoryPlanner:
 
     def _needed(self, counts: BufferCounts) -> BufferCounts:
         """Return ``counts`` without gradients of frozen records, and with device buffers for adapters."""
-        sizes = self.shape.sizes
+        sizes = self.layout.sizes
         if not sizes[Kind.BLOCK].trained_elements:
             counts = replace(counts, device_block_gradients=0, host_block_gradients=0)
         if not sizes[Kind.NON_BLOCK].trained_elements:
             counts = replace(counts, device_non_block_gradients=0, host_non_block_gradients=0)
         few = min(2, self._adapters)
-        towers = len(self.shape.of_kind(Kind.TOWER))
+        towers = len(self.layout.of_kind(Kind.TOWER))
         return replace(
             counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers
         )
@@ -183,7 +183,7 @@ class MemoryPlanner:
 
     def _saved_buffers(self, batch: Batch) -> int:
         if batch.chunks > 1:  # the keys and values of a row
-            return len(self.shape.blocks) * batch.rows + batch.loss.reference
+            return len(self.layout.blocks) * batch.rows + batch.loss.reference
         return self._saving_layers * batch.micro_batches if self._saved_bytes(batch) else 0
 
     def _too_small(self, counter: MemoryCounter, batches: list[Batch]) -> UserError:
@@ -213,8 +213,8 @@ class MemoryPlanner:
         tokens = f"{batch.seq_len} tokens"
         if batch.chunks > 1:
             smaller, tokens = " A smaller --chunk needs less.", f"{batch.columns} of {batch.seq_len} tokens"
-        block, outer = (max(r.numel for r in self.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
-        towers = sum(record.numel for record in self.shape.of_kind(Kind.TOWER))
+        block, outer = (max(r.numel for r in self.layout.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        towers = sum(record.numel for record in self.layout.of_kind(Kind.TOWER))
         in_towers = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
             f"One block of this model ({block:,} parameters; {outer + towers:,} outside the blocks{in_towers}) with a "
@@ -248,7 +248,7 @@ class _Filler:
     def add_activations(self, counts: BufferCounts) -> BufferCounts | None:
         """Put the blocks' inputs on the device, else the host, else the SSDs; None if they do not fit."""
         nbytes = self.plan(counts).activation_bytes
-        total = self.batch.activations(len(self.planner.shape.blocks))
+        total = self.batch.activations(len(self.planner.layout.blocks))
         more = min(total - counts.device_activations, self.device_room(counts) // nbytes)
         counts = replace(counts, device_activations=counts.device_activations + max(0, more))
         if counts.device_activations >= total:
@@ -278,10 +278,10 @@ class _Filler:
         return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
 
     def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
-        nbytes = self.planner.shape.sizes[Kind.BLOCK].gradient_nbytes
+        nbytes = self.planner.layout.sizes[Kind.BLOCK].gradient_nbytes
         if not nbytes:
             return counts
-        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.planner.shape.of_kind(Kind.BLOCK))))
+        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.planner.layout.of_kind(Kind.BLOCK))))
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
@@ -290,9 +290,9 @@ class _Filler:
         Parameters come first, which save twice their size in every step; when all are cached, states, which save their
         size (twice if not every step is committed). In between, with ``speculative`` updates, gradients that stay.
         """
-        blocks, outer = (len(self.planner.shape.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        blocks, outer = (len(self.planner.layout.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         block_bytes, non_block_bytes = (
-            self.planner.shape.sizes[kind].parameter_nbytes for kind in (Kind.BLOCK, Kind.NON_BLOCK)
+            self.planner.layout.sizes[kind].parameter_nbytes for kind in (Kind.BLOCK, Kind.NON_BLOCK)
         )
         free = self.host_room(counts)
         room = free if limit is None else min(free, limit)
@@ -307,11 +307,11 @@ class _Filler:
         if counts.host_blocks >= blocks and missing * non_block_bytes <= room:
             counts = replace(counts, host_non_block=counts.host_non_block + missing)
             room -= missing * non_block_bytes
-            resident = tuple(resident_records(self.planner.shape, room))
+            resident = tuple(resident_records(self.planner.layout, room))
         plan = self.plan(counts)
-        states = sum(self.planner.shape.records[index].state_nbytes for index in resident)
+        states = sum(self.planner.layout.records[index].state_nbytes for index in resident)
         if self.counter.adapters_in_memory(counts):
-            resident += tuple(record.index for record in self.planner.shape.of_kind(Kind.ADAPTER))
+            resident += tuple(record.index for record in self.planner.layout.of_kind(Kind.ADAPTER))
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:
@@ -319,8 +319,8 @@ class _Filler:
         it."""
         names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         for kind, name in names.items():
-            nbytes, there = self.planner.shape.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
-            trained = sum(record.trainable for record in self.planner.shape.of_kind(kind))
+            nbytes, there = self.planner.layout.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
+            trained = sum(record.trainable for record in self.planner.layout.of_kind(kind))
             more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
             counts = replace(counts, **{name: there + more})
             room -= more * nbytes

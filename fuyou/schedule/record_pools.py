@@ -39,12 +39,12 @@ class RecordSlots:
         commit: the newest commit, if there has been one.
     """
 
-    def __init__(self, shape: ModelLayout, slot: int, host: Mapping[Kind, Pool], emit: AddTask):
-        self._shape, self._host, self._emit = shape, host, emit
+    def __init__(self, layout: ModelLayout, slot: int, host: Mapping[Kind, Pool], emit: AddTask):
+        self._layout, self._host, self._emit = layout, host, emit
         self._committed = slot
         self._unwritten: dict[int, UpdatedRecord] = {}  # resident records that are newer than on SSD
-        self.newest = [slot if record.trainable else 0 for record in shape.records]
-        self.writes: list[list[Task]] = [[] for _ in shape.records]
+        self.newest = [slot if record.trainable else 0 for record in layout.records]
+        self.writes: list[list[Task]] = [[] for _ in layout.records]
         self.commit: Task | None = None
 
     @property
@@ -70,12 +70,12 @@ class RecordSlots:
         self._unwritten.clear()
         after = list(itertools.chain.from_iterable(self.writes))
         after += [task for task in (ended, self.commit) if task is not None]
-        self._committed = self.newest[self._shape.trainable[0]]
+        self._committed = self.newest[self._layout.trainable[0]]
         self.commit = self._emit(Op.COMMIT, after, target=self._committed)
         self.commit.step = step
 
     def _write(self, op: Op, updated: UpdatedRecord) -> None:
-        record, together = self._shape.records[updated.index], updated.ready is updated.update
+        record, together = self._layout.records[updated.index], updated.ready is updated.update
         fields = {"record": updated.index, "source": updated.host, "target": self.target}
         nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
         writes = [self._emit(op, [updated.update], nbytes=nbytes, **fields)]
@@ -225,8 +225,8 @@ class GradientPools:
         first_use: returns the position of a record's first use in a step, by which its update must be done.
     """
 
-    def __init__(self, shape: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
-        self._records, self._first_use, self._emit = shape.records, first_use, emit
+    def __init__(self, layout: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
+        self._records, self._first_use, self._emit = layout.records, first_use, emit
         self._pools = {
             kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind
         }

@@ -46,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self,
-        shape: ModelLayout,
+        layout: ModelLayout,
         counts: BufferCounts,
         *,
         slot: int = 0,
@@ -57,7 +57,7 @@ class Scheduler:
         recomputation: Recomputation = FULL_RECOMPUTATION,
         direct_reads: bool = False,
     ):
-        self.shape = shape
+        self.layout = layout
         self.counts = counts
         self._deferred, self._hold, self._speculate = frozenset(deferred), hold, speculate
         self._resident = frozenset(resident)
@@ -67,20 +67,20 @@ class Scheduler:
         self._durable = True  # whether the step being scheduled is to be committed
         self._list = StepList(0)
         self._batch = BatchShape(1, 0, 0)
-        self._pass = PassPosition(shape.records, self._training_visits())
+        self._pass = PassPosition(layout.records, self._training_visits())
 
         next_use = self._pass.next_use
         host = {
             kind: Pool(f"host parameters ({kind.value})", counts.host(kind), next_use, announced=True) for kind in Kind
         }
-        self._slots = RecordSlots(shape, slot, host, self._emit)
+        self._slots = RecordSlots(layout, slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
         self._parameters = ParameterPools(counts, host, self._slots, next_use, self._emit, past_host)
         self._device_gradients = {
             kind: Pool(f"device gradients ({kind.value})", counts.device_gradients(kind), lambda _: NEVER)
             for kind in Kind
         }
-        self._gradients = GradientPools(shape, counts, self._pass.first_use, self._emit)
+        self._gradients = GradientPools(layout, counts, self._pass.first_use, self._emit)
         self._recomputation = recomputation
         backward = {visit.layer for visit in self._pass.visits if visit.phase is Phase.BLOCK_BACKWARD}
         self._saving_layers = recomputation.layers & backward
@@ -94,8 +94,8 @@ class Scheduler:
         self._saved = ActivationPools(
             Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments
         )
-        for kind in {shape.records[index].kind for index in self._resident}:
-            assert counts.host(kind) >= len(shape.of_kind(kind))
+        for kind in {layout.records[index].kind for index in self._resident}:
+            assert counts.host(kind) >= len(layout.of_kind(kind))
 
     # -- what the engine asks for ---------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Scheduler:
         self._list, self._batch = StepList(step), batch
         training = self._pass.visits
         # What stays is for the next forward pass.
-        self._pass.follow(self.shape.visits(False, batch.micro_batches, together=batch.together))
+        self._pass.follow(self.layout.visits(False, batch.micro_batches, together=batch.together))
         self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
         self._saved.begin(self._list, self._pass.visits, batch, batch.kept_bytes)
         for visit in self._in_turn():
@@ -183,26 +183,26 @@ class Scheduler:
     # -- visits ---------------------------------------------------------------------------------------------------
 
     def _training_visits(self) -> Sequence[Visit]:
-        return self.shape.visits(True, self._batch.micro_batches, self._batch.own_loss, self._batch.together)
+        return self.layout.visits(True, self._batch.micro_batches, self._batch.own_loss, self._batch.together)
 
     def _in_turn(self) -> Iterator[Visit]:
         self._parameters.begin_pass()
         for visit in self._pass.in_turn():
-            self._parameters.begin_visit([self.shape.records[index] for index in visit.records])
+            self._parameters.begin_visit([self.layout.records[index] for index in visit.records])
             yield visit
 
     def _visit(self, visit: Visit, train: bool = True) -> None:
-        records = [self.shape.records[index] for index in visit.records]
+        records = [self.layout.records[index] for index in visit.records]
         places = [self._parameters.on_device(record) for record in records]
         buffers = {record.index: buffer for record, (buffer, _) in zip(records, places, strict=True)}
         ready = [upload for _, upload in places]
         gradient: int | None = None
         accumulates = False  # whether an earlier visit has begun the gradient
-        trained = None if visit.trained is None else self.shape.records[visit.trained]
+        trained = None if visit.trained is None else self.layout.records[visit.trained]
         if trained is not None:
             gradient, accumulates, leaving = self._gradient_buffer(trained)
             ready += leaving
-        flops = visit_flops(self.shape, visit, self._batch.tokens, self._recomputation)
+        flops = visit_flops(self.layout, visit, self._batch.tokens, self._recomputation)
         micros = self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
         for micro in micros:
@@ -297,7 +297,7 @@ class Scheduler:
         """Apply the deferred update of a record, if there is one; ``durable``: its step is to be committed."""
         step = self._gradients.pending.pop(index, None)
         if step is not None:
-            record = self.shape.records[index]
+            record = self.layout.records[index]
             self._update(record, *self._gradients.fetch(record), step, durable)
 
     def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False) -> None:

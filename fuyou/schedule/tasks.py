@@ -159,12 +159,12 @@ class StepList:
         return sum(task.nbytes for task in self.tasks if task.op in SSD_WRITES)
 
 
-def visit_flops(shape: ModelLayout, visit: Visit, tokens: float, recomputation: Recomputation) -> float:
+def visit_flops(layout: ModelLayout, visit: Visit, tokens: float, recomputation: Recomputation) -> float:
     """Return a micro-batch's FLOPs: 2 per active parameter and token for each of the forward pass, the gradient of the
     input, the gradients of trained parameters, and the recomputed part of the forward pass.
     """
     part = visit.part
-    records = [shape.records[index] for index in visit.records]
+    records = [layout.records[index] for index in visit.records]
     if not visit.ends:  # adapters count once in each pass
         records = [record for record in records if record.kind is not Kind.ADAPTER]
     parameters = sum(record.active_count for record in records)

@@ -29,9 +29,9 @@ LIBRARY_WORKSPACE_BYTES = 32 << 20
 class Workspace:
     """The memory that one model computes in."""
 
-    def __init__(self, shape: ModelLayout, config: PreTrainedConfig, cpu: bool):
-        self._shape, self._text, self._cpu = shape, config.get_text_config(), cpu
-        self._width = shape.precision.parameter_bytes
+    def __init__(self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool):
+        self._layout, self._text, self._cpu = layout, config.get_text_config(), cpu
+        self._width = layout.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
         self._feed_forward = 2 * _active_width(self._text)  # What any saves: the gated ones of most families, 4 times
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
@@ -42,14 +42,14 @@ class Workspace:
         Args:
             columns: tokens of each row that go through the head at once.
         """
-        shape, width = self._shape, self._width
-        images = shape.image_memory if shape.images else NO_IMAGES
+        layout, width = self._layout, self._width
+        images = layout.image_memory if layout.images else NO_IMAGES
         # Gradients that are not in their record's sum yet: of one parameter, twice.
-        block, gradients = self._block(batch), 2 * shape.sizes[Kind.BLOCK].trained_parameter * width
+        block, gradients = self._block(batch), 2 * layout.sizes[Kind.BLOCK].trained_parameter * width
         past = self._past(batch) if batch.chunks > 1 else 0
         if past:  # a feed-forward network is not there while a block attends, and in its backward pass has gradients
             wide = batch.micro_tokens * self._feed_forward * width
-            past = max(past - wide if shape.key_memory().attends_first else past, wide)
+            past = max(past - wide if layout.key_memory().attends_first else past, wide)
         fragments = gradients and self._chosen and not self._cpu
         reserved = int((block + gradients) * RESERVED) + past if fragments else 0
         return max(
@@ -59,32 +59,32 @@ class Workspace:
         )
 
     def _head(self, batch: Batch, columns: int) -> int:
-        shape, width = self._shape, self._width
+        layout, width = self._layout, self._width
         tokens, vocabulary = columns * batch.micro_rows, self._text.vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width
         logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
         logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * shape.sizes[Kind.NON_BLOCK].trained_parameter * width
-        return head + tokens * shape.non_block_adapter_memory.per_token + shape.non_block_adapter_memory.fixed
+        head = logits + 3 * layout.sizes[Kind.NON_BLOCK].trained_parameter * width
+        return head + tokens * layout.non_block_adapter_memory.per_token + layout.non_block_adapter_memory.fixed
 
     def _block(self, batch: Batch) -> int:
-        shape, adapting = self._shape, self._shape.block_adapter_memory
-        streams = max(1, shape.hidden_size // self._text.hidden_size)
+        layout, adapting = self._layout, self._layout.block_adapter_memory
+        streams = max(1, layout.hidden_size // self._text.hidden_size)
         per_token = streams * self._elements * self._width
-        per_token += ROUTER_BYTES * shape.router_experts + adapting.per_token
-        attention = shape.attention.workspace_bytes(batch.seq_len, self._cpu, shape.padded)
+        per_token += ROUTER_BYTES * layout.router_experts + adapting.per_token
+        attention = layout.attention.workspace_bytes(batch.seq_len, self._cpu, layout.padded)
         fixed = adapting.fixed + (batch.micro_rows * attention if batch.chunks == 1 else 0)
-        if shape.orders:
+        if layout.orders:
             return self._passes(batch, per_token, fixed)
-        return int(batch.micro_tokens * (per_token + shape.expert_output_bytes)) + fixed
+        return int(batch.micro_tokens * (per_token + layout.expert_output_bytes)) + fixed
 
     def _past(self, batch: Batch) -> int:
         """Return the bytes that a chunk takes for the tokens before it, none of which the head meets."""
-        keys, length = self._shape.key_memory(), batch.seq_len
+        keys, length = self._layout.key_memory(), batch.seq_len
         dense = keys.pairs * batch.columns * length
-        return length * keys.computing + (dense or self._shape.attention.chunk_bytes(batch.columns, length, self._cpu))
+        return length * keys.computing + (dense or self._layout.attention.chunk_bytes(batch.columns, length, self._cpu))
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
         """Return the bytes of the running passes through a block in pieces.
@@ -95,13 +95,13 @@ class Workspace:
         """
         hidden, experts = self._text.hidden_size * self._width, expert_width(self._text) * self._width
         in_experts = 2 * self._chosen * hidden + 2 * experts
-        in_adapter = self._shape.block_adapter_memory.passing_per_token
+        in_adapter = self._layout.block_adapter_memory.passing_per_token
         per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)
         pass_nbytes = int(batch.micro_tokens * per_token)
         library = 0 if self._cpu else LIBRARY_WORKSPACE_BYTES  # each pass has a thread
-        if self._shape.sizes[Kind.BLOCK].trained_elements:
+        if self._layout.sizes[Kind.BLOCK].trained_elements:
             return batch.micro_batches * (pass_nbytes + library) + fixed  # a backward pass of all together
-        between = max(order.between_bytes for order in self._shape.orders)
+        between = max(order.between_bytes for order in self._layout.orders)
         return pass_nbytes + (batch.together - 1) * batch.micro_tokens * between + batch.together * library + fixed
 
 

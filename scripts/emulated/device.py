@@ -279,10 +279,10 @@ def install() -> None:
     def timed_norm(steps: Steps, current: Any) -> float:
         return current.gradient_norm() if isinstance(current, TimedComputation) else norm(steps, current)
 
-    def timed_parts(stack: Any, shape: ModelLayout, device: Device, workload: Any) -> dict[str, Any]:
+    def timed_parts(stack: Any, layout: ModelLayout, device: Device, workload: Any) -> dict[str, Any]:
         if isinstance(device, EmulatedDevice):
-            return _parts_of(shape, device.spec.flops_per_second, workload.rows * workload.seq_len)
-        return parts(stack, shape, device, workload)
+            return _parts_of(layout, device.spec.flops_per_second, workload.rows * workload.seq_len)
+        return parts(stack, layout, device, workload)
 
     def prove_unless_timed(config: EngineConfig, *arguments: Any, **options: Any) -> None:
         if not isinstance(config.device, EmulatedDevice):
@@ -311,10 +311,10 @@ def _zero_gradients(buffers: Buffers) -> None:
         buffers.host.bytes(region.start(0), region.nbytes)[:] = 0
 
 
-def _parts_of(shape: ModelLayout, flops_per_second: float, tokens: int) -> dict[str, Any]:
+def _parts_of(layout: ModelLayout, flops_per_second: float, tokens: int) -> dict[str, Any]:
     """Return the times of a device that computes the FLOPs which tasks count."""
-    block = shape.active_parameters(shape.largest_block) * tokens / flops_per_second
-    head = shape.records[shape.head].parameter_count * tokens / flops_per_second
+    block = layout.active_parameters(layout.largest_block) * tokens / flops_per_second
+    head = layout.records[layout.head].parameter_count * tokens / flops_per_second
     return {
         "measured_tokens": tokens, "matmul_flops_per_second": flops_per_second, "embed_forward_seconds": 0.0,
         "block_forward_seconds": 2 * block, "block_backward_seconds": 6 * block, "block_finish_seconds": 0.0,

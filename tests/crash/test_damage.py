@@ -55,7 +55,7 @@ def test_no_write_is_done_before_its_checksum_is_known(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(sums, "written", slow)
         plane = engine._run.runtime.plane
-        record = plane.buffers.shape.records[0]
+        record = plane.buffers.layout.records[0]
         values = plane.buffers.host_parameters(record.kind, 0, record.parameter_nbytes)
         plane.stored.write_parameters(record, 1, values).result()
         assert [each.tolist() for each in written] == [[[checksum(values, 0)]]]

@@ -133,6 +133,6 @@ def test_the_training_part_reads_what_sft_reads(checkpoint: Path, tmp_path: Path
                 trained.step()
                 trained.flush()
                 read[kind, number] = trained.io_bytes()[0] - before
-        block = trained._run.shape.sizes[Kind.BLOCK].parameter_nbytes
+        block = trained._run.layout.sizes[Kind.BLOCK].parameter_nbytes
     assert read["sft", 2] > LAYERS * block
     assert max(read["grpo", number] for number in range(3)) <= 1.02 * read["sft", 2]

@@ -30,12 +30,12 @@ def evicted_is_nan(engine: fuyou.Engine) -> Iterator[list[Place]]:
 
     def overwrite(place: Place) -> None:
         kind, index = place
-        plane.buffers.parameters[kind].bytes(index, plane.buffers.shape.sizes[kind].device_nbytes).fill_(NAN_BYTE)
+        plane.buffers.parameters[kind].bytes(index, plane.buffers.layout.sizes[kind].device_nbytes).fill_(NAN_BYTE)
         overwritten.append(place)
 
     def submit(tasks: Iterable[Task], submit: Callable[[Iterable[Task]], None] = plane.executor.submit) -> None:
         listed = list(tasks)
-        records = plane.buffers.shape.records
+        records = plane.buffers.layout.records
         for task in listed:
             if isinstance(task, ComputeTask):
                 users.update({(records[index].kind, buffer): task for index, buffer in task.places.items()})
@@ -52,8 +52,8 @@ def evicted_is_nan(engine: fuyou.Engine) -> Iterator[list[Place]]:
         end(task)
         for place in leaves.pop(task, ()):
             overwrite(place)
-        if isinstance(task, ComputeTask) and task.last and plane.buffers.shape.decoded_nbytes:
-            plane.buffers.decoded.bytes(0, plane.buffers.shape.decoded_nbytes).fill_(NAN_BYTE)
+        if isinstance(task, ComputeTask) and task.last and plane.buffers.layout.decoded_nbytes:
+            plane.buffers.decoded.bytes(0, plane.buffers.layout.decoded_nbytes).fill_(NAN_BYTE)
 
     with (
         mock.patch.object(plane.executor, "submit", submit),

@@ -53,7 +53,7 @@ def pages(engine: fuyou.Engine, slot: int) -> Iterator[Page]:
     """Yield every page of ``slot``, and of frozen records."""
     run = engine._run
     directories = run.files.store.directories
-    for record in run.shape.records:
+    for record in run.layout.records:
         for part in PARTS if record.trainable else PARTS[:1]:
             checked = run.commits.sums.checked(record.index, part, slot if record.trainable else 0)
             units = -(-checked.extent.nbytes // checked.extent.unit)
@@ -71,11 +71,11 @@ class Readers:
     def __init__(self, engine: fuyou.Engine):
         run = engine._run
         self._run, self._plane = run, run.runtime.plane
-        trained = [record for record in run.shape.records if record.trainable]
+        trained = [record for record in run.layout.records if record.trainable]
         chunk_elements = run.runtime.memory_plan.chunk_elements
         setup = Setup(
             directories=[str(path) for path in run.files.store.directories],
-            records=run.shape.records,
+            records=run.layout.records,
             chunk_elements=chunk_elements,
             ring_chunks=max(len(record.chunks(chunk_elements)) for record in trained),
             shared=SharedRegions(ALIGNMENT, {}, {}),

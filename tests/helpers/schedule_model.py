@@ -16,7 +16,7 @@ from fuyou.layout.share import ALONE, Share
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Activation, ComputeTask, Op, StepList, Task
-from tests.helpers.step_shapes import BF16, Cut, computations, step_shape
+from tests.helpers.step_layouts import BF16, Cut, computations, step_layout
 
 #: Tasks of these kinds continue when the lane has started them, so the next one may start before they are finished.
 ASYNCHRONOUS = frozenset({
@@ -29,7 +29,7 @@ ASYNCHRONOUS = frozenset({
 class Program:
     """Several steps, as an engine would ask for them."""
 
-    shape: ModelLayout
+    layout: ModelLayout
     slot: int = 0
     resident: frozenset[int] = frozenset()
     saving_layers: frozenset[int] = frozenset()
@@ -80,12 +80,12 @@ class Program:
         """Places on SSD that a record is written to with its states: of several nodes, its own task writes the
         parameters, which are not complete before they are spread."""
         states = ("ssd states", task.record, task.target)
-        return [states] if self.shape.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
+        return [states] if self.layout.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
 
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
         record = task.record
-        buffers = self.shape.records[record].kind if record is not None else None
+        buffers = self.layout.records[record].kind if record is not None else None
         kept: list[tuple] = [("host states", record)] if record in self.resident else []
         kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
         match task.op:
@@ -98,12 +98,13 @@ class Program:
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
                 reads = [
-                    ("device parameters", self.shape.records[used].kind, buffer) for used, buffer in task.places.items()
+                    ("device parameters", self.layout.records[used].kind, buffer)
+                    for used, buffer in task.places.items()
                 ]
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output is not None else []
                 if task.gradient is not None:
-                    writes.append(("device gradient", self.shape.records[task.visit.trained].kind, task.gradient))
+                    writes.append(("device gradient", self.layout.records[task.visit.trained].kind, task.gradient))
                 if task.kept is not None:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.kept))
@@ -139,7 +140,7 @@ class Program:
                 ]
                 return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                parameters = [] if self.shape.share.nodes > 1 else [("host parameters", buffers, task.source)]
+                parameters = [] if self.layout.share.nodes > 1 else [("host parameters", buffers, task.source)]
                 return [*parameters, *kept], self._written(task)
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
@@ -150,7 +151,7 @@ class Program:
             case Op.ACTIVATION_READ:
                 return [(f"ssd {kind}", task.source)], [(f"host {kind}", task.target)]
             case Op.COMMIT:
-                numbers = self.shape.trainable
+                numbers = self.layout.trainable
                 kinds = ("ssd parameters", "ssd states")
                 return [(kind, number, task.target) for kind in kinds for number in numbers], []
             case Op.STEP:
@@ -221,14 +222,14 @@ class Machine:
 
     def __init__(self, program: Program):
         self.program = program
-        self.shape = program.shape
+        self.layout = program.layout
         self.content: dict[tuple, object] = {}
         self._held: dict[tuple, dict[int, str]] = defaultdict(dict)
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
         self._updated: dict[int | None, int] = {}  # step of each record's newest update
         self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}  # by number of micro-batches
-        for record in self.shape.records:
+        for record in self.layout.records:
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
 
@@ -294,7 +295,7 @@ class Machine:
         if task.op is Op.STATE_READ:
             kept = [*reads, *writes]
         elif task.op is Op.UPDATE and task.target is not None:
-            kept = writes if self.shape.share.nodes == 1 else writes[1:]
+            kept = writes if self.layout.share.nodes == 1 else writes[1:]
         owner = self.program.owner(task)
         for place in (*reads, *writes):
             if place not in kept:
@@ -322,13 +323,13 @@ class Machine:
                 return (task.visit.trained, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
             case Op.UPDATE:
                 updated = (task.record, "void" if self.program.is_void(task) else task.step)
-                incomplete = place[0] == "host parameters" and self.shape.share.nodes > 1
+                incomplete = place[0] == "host parameters" and self.layout.share.nodes > 1
                 return ("own part", updated) if incomplete else updated
-            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.shape.share.nodes > 1:  # of the update just before
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.layout.share.nodes > 1:  # of the update just before
                 return (task.record, self._updated[task.record])
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                return self.content["host parameters", self.shape.records[task.record].kind, task.source]
-            case Op.PARAMETER_UPLOAD | Op.PARAMETER_READ_DEVICE if self.shape.share.ranks_per_node > 1:
+                return self.content["host parameters", self.layout.records[task.record].kind, task.source]
+            case Op.PARAMETER_UPLOAD | Op.PARAMETER_READ_DEVICE if self.layout.share.ranks_per_node > 1:
                 return ("own slice", self.content[self.program.accesses(task)[0][0]])
             case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
                 return self.content[place][1]  # type: ignore[index]
@@ -340,7 +341,7 @@ class Machine:
     def _activations(self, task: Task) -> tuple[list[object], object]:
         """What a compute task must find, and what it leaves; only the first and last part of a pass do either."""
         assert task.visit is not None
-        number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.shape.blocks)
+        number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.layout.blocks)
         part = task.visit.part
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
@@ -365,19 +366,19 @@ class Machine:
         micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
         if micro not in self._contributions:
             parts = self._contributions[micro] = defaultdict(list)
-            for one in computations(self.shape, micro, train=True):
+            for one in computations(self.layout, micro, train=True):
                 parts[one.adds_to].append((one.phase, one.micro))
         return record, step, self._contributions[micro][record]
 
     def _sums(self) -> list[Op]:
         """What a gradient must have been through before it may be used: the sums over ranks."""
-        share = self.shape.share
+        share = self.layout.share
         return [Op.GRADIENT_REDUCE] * (share.ranks_per_node > 1) + [Op.GRADIENT_EXCHANGE] * (share.nodes > 1)
 
     def _check(self, task: Task) -> None:
         """The task finds what it should, now."""
         record = task.record
-        buffers = self.shape.records[record].kind if record is not None else None
+        buffers = self.layout.records[record].kind if record is not None else None
         match task.op:
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
@@ -385,7 +386,7 @@ class Machine:
                 version = task.step - 1 if kind == "train" else task.step
                 assert set(task.places) == set(task.visit.records)
                 for used, buffer in task.places.items():
-                    used_record = self.shape.records[used]
+                    used_record = self.layout.records[used]
                     place = ("device parameters", used_record.kind, buffer)
                     self._expect(task, place, (used, version if used_record.trainable else 0))
                 inputs, _ = self._activations(task)
@@ -403,9 +404,9 @@ class Machine:
                 if task.gradient is not None and not task.first:
                     record = task.visit.trained
                     complete = self._gradient(record, task.step)[2]  # type: ignore[arg-type]
-                    _, _, part = self.content["device gradient", self.shape.records[record].kind, task.gradient]
+                    _, _, part = self.content["device gradient", self.layout.records[record].kind, task.gradient]
                     assert part == complete[: len(part)] and complete[len(part)] == (task.visit.phase, task.micro)
-                    place = ("device gradient", self.shape.records[record].kind, task.gradient)
+                    place = ("device gradient", self.layout.records[record].kind, task.gradient)
                     self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
                 self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
@@ -460,26 +461,26 @@ def build(
     ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
     until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
     parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``, ``cuts``:
-    see :func:`step_shape`; if frozen, all adapters live in host memory, or none. ``share``: of the rank.
+    see :func:`step_layout`; if frozen, all adapters live in host memory, or none. ``share``: of the rank.
     """
-    shape = step_shape(layers, tied, precision, frozen, cuts).shared(share)
-    kept = frozenset(record.index for record in shape.records[:resident] if record.trainable)
+    layout = step_layout(layers, tied, precision, frozen, cuts).shared(share)
+    kept = frozenset(record.index for record in layout.records[:resident] if record.trainable)
     if frozen:
-        kept = frozenset(shape.trainable if resident else ())
-        counts = replace(counts, host_adapters=max(counts.host_adapters, len(shape.trainable) if kept else 1))
+        kept = frozenset(layout.trainable if resident else ())
+        counts = replace(counts, host_adapters=max(counts.host_adapters, len(layout.trainable) if kept else 1))
     elif kept:
         counts = replace(
             counts,
-            host_blocks=max(len(shape.of_kind(Kind.BLOCK)), counts.host_blocks),
+            host_blocks=max(len(layout.of_kind(Kind.BLOCK)), counts.host_blocks),
             host_non_block=max(2, counts.host_non_block),
         )
     scheduler = Scheduler(
-        shape, counts, slot=slot, deferred=interleaved(shape, defer),
+        layout, counts, slot=slot, deferred=interleaved(layout, defer),
         hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
         recomputation=Recomputation(frozenset(saving_layers), saved=0.5), direct_reads=direct_reads,
     )  # fmt: skip
-    visited = {visit.layer for visit in shape.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
-    program = Program(shape, slot, kept, visited & frozenset(saving_layers))
+    visited = {visit.layer for visit in layout.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}
+    program = Program(layout, slot, kept, visited & frozenset(saving_layers))
     step = 0
 
     def flush() -> None:

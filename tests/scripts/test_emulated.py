@@ -88,7 +88,7 @@ def test_an_engine_on_it_moves_real_bytes(deferred: float, tmp_path: Path) -> No
                 * record.parameter_count
                 * 4
                 * 32
-                for record in engine._run.shape.records
+                for record in engine._run.layout.records
             )
             assert report.bound_seconds["gpu"] == pytest.approx(flops / 2e9, rel=0.05)
             assert report.seconds >= flops / 2e9
@@ -120,6 +120,6 @@ def test_steps_with_little_host_memory_take_what_the_simulation_says(
         engine.flush()
         assert engine.io_bytes() == engine.planned_io_bytes()
         rates = TaskRates(1e12, 1e9, 1e9, 3e6, 3e6, 1e9)
-        planned = simulate(run.shape, engine.memory_plan, rates, steps=4).step_seconds()
+        planned = simulate(run.layout, engine.memory_plan, rates, steps=4).step_seconds()
     seconds = (ended[-1] - ended[0]) / 3
     assert planned * 0.8 < seconds < planned * 1.6

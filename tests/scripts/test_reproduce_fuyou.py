@@ -26,7 +26,7 @@ def server(rates: TaskRates = RATES, host: int = 768 << 30) -> Machine:
 
 def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
     result = PaperScheme(replace(model, rows=4), server()).plan
-    elements = sum(record.numel for record in model.shape.records)
+    elements = sum(record.numel for record in model.layout.records)
     assert result.written_bytes == 14 * elements
     assert 16 * elements * 0.9 < result.read_bytes <= 16 * elements  # what is still there at the turn is not read again
     assert result.to_json()["micro_batches"] == 1 and result.deferred_fraction == 0.0
@@ -36,7 +36,7 @@ def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_equations_1_to_10_by_hand(model: TrainingJob, overlaps: bool) -> None:
     scheme = PaperScheme(replace(model, rows=32), server(), overlaps)
-    p = sum(record.numel for record in model.shape.records)
+    p = sum(record.numel for record in model.layout.records)
     inputs = 40 * 2 * 32 * 1024 * 5120
     forward = 2 * model.block_parameters * 32 * 1024 / scheme.rates.flops_per_second
     # Without overlap, gradients go to the drives, and the optimizer's stage follows.
@@ -85,7 +85,7 @@ def test_overlapping_the_optimizer_helps(model: TrainingJob) -> None:
 
 def test_zero_infinitys_activities_follow_each_other(model: TrainingJob) -> None:
     scheme = PaperScheme(replace(model, rows=32), server())
-    p = sum(record.numel for record in model.shape.records)
+    p = sum(record.numel for record in model.layout.records)
     moved = (4 + 4 + 2 + 4 + 16 + 14) * p / 25e9
     computed = 4 * scheme.terms(Swap()).forward_compute + p / 4e9
     assert scheme.zero_infinity_seconds() == pytest.approx(moved + computed + 2 * scheme.start_bytes / 1.3e9)

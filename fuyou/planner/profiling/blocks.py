@@ -31,7 +31,7 @@ _MAX_REPETITIONS = 7
 _TILE_ELEMENTS = 1 << 20
 
 
-def streamed_shape(
+def streamed_layout(
     config: PreTrainedConfig, precision: Precision, device: torch.device
 ) -> tuple[StreamedModel, ModelLayout]:
     """Return a model to measure, without weights, and its records."""
@@ -50,13 +50,13 @@ class BlockBench:
     """
 
     def __init__(
-        self, stack: StreamedModel, shape: ModelLayout, device: Device, rows: int, seq_len: int, head_columns: int
+        self, stack: StreamedModel, layout: ModelLayout, device: Device, rows: int, seq_len: int, head_columns: int
     ):
-        self._stack, self._shape, self._device = stack, shape, device
-        self._dtype = shape.precision.dtype
-        self._layer = shape.largest_block
-        (index,) = shape.blocks[self._layer]  # in one piece: it is measured as a whole
-        self._record = shape.records[index]
+        self._stack, self._layout, self._device = stack, layout, device
+        self._dtype = layout.precision.dtype
+        self._layer = layout.largest_block
+        (index,) = layout.blocks[self._layer]  # in one piece: it is measured as a whole
+        self._record = layout.records[index]
         self._whole = rows, seq_len
         self._head_columns = min(head_columns, seq_len)
         self._head_tokens = rows * self._head_columns
@@ -165,7 +165,7 @@ class BlockBench:
 
     def embedding(self, seq_len: int) -> tuple[torch.Tensor, BlockCalls, tuple[Callable[[], object], ...]]:
         """Return the blocks' input, their other arguments, and functions for the embedding's passes."""
-        record = self._shape.records[self._shape.embedding]
+        record = self._layout.records[self._layout.embedding]
         weights = random_values(record.numel, self._dtype, self._device.torch_device)
         gradient, views, inputs = torch.empty_like(weights), record.views(weights), self._inputs(seq_len)
 
@@ -184,7 +184,7 @@ class BlockBench:
         return hidden.clone(), calls, (forward, backward)
 
     def _head(self, hidden: torch.Tensor) -> tuple[float, float]:
-        record = self._shape.records[self._shape.head]
+        record = self._layout.records[self._layout.head]
         weights = random_values(record.numel, self._dtype, self._device.torch_device)
         gradient, views = torch.empty_like(weights), record.views(weights)
         inputs = self._inputs(hidden.shape[self._stack.token_dim])

@@ -32,7 +32,7 @@ from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.adam import AdamConfig, Update
 from fuyou.optimizer.chunk_update import ChunkOptimizer, tried_kernels
 from fuyou.optimizer.moments import OptimizerStates
-from fuyou.planner.profiling.blocks import BlockBench, random_values, streamed_shape
+from fuyou.planner.profiling.blocks import BlockBench, random_values, streamed_layout
 from fuyou.planner.profiling.cache import Profile, ProfiledWorkload
 from fuyou.runtime.device import Device, DeviceMemoryError, optimizer_threads
 from fuyou.schedule.tasks import Op, Task
@@ -52,10 +52,10 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     start = time.monotonic()
     threads = optimizer_threads(device)
     try:
-        stack, shape = streamed_shape(workload.config, workload.precision, device.torch_device)
+        stack, layout = streamed_layout(workload.config, workload.precision, device.torch_device)
         drives = measure_drives(workload.directories, device.throttle, past_cache=past_cache)
-        link = measure_link(device, shape.block_elements * workload.precision.parameter_bytes)
-        parts = _parts(stack, shape, device, workload)
+        link = measure_link(device, layout.block_elements * workload.precision.parameter_bytes)
+        parts = _parts(stack, layout, device, workload)
         adam = measure_updates(workload.chunk_elements, workload.precision, threads)
     except (torch.OutOfMemoryError, DeviceMemoryError) as error:
         raise UserError(
@@ -66,7 +66,7 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
         device=device.name,
         tokens=workload.rows * workload.seq_len,
         **parts,
-        block_parameters=shape.active_parameters(shape.largest_block),
+        block_parameters=layout.active_parameters(layout.largest_block),
         upload_bytes_per_second=link.upload,
         download_bytes_per_second=link.download,
         read_bytes_per_second=drives.read,
@@ -80,8 +80,8 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     )
 
 
-def _parts(stack: StreamedModel, shape: ModelLayout, device: Device, workload: ProfiledWorkload) -> dict[str, Any]:
-    return BlockBench(stack, shape, device, workload.rows, workload.seq_len, workload.head_columns).measure()
+def _parts(stack: StreamedModel, layout: ModelLayout, device: Device, workload: ProfiledWorkload) -> dict[str, Any]:
+    return BlockBench(stack, layout, device, workload.rows, workload.seq_len, workload.head_columns).measure()
 
 
 # -- drives -----------------------------------------------------------------------------------------------------------

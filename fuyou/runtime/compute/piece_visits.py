@@ -50,8 +50,8 @@ class PieceVisits:
         add_gradient: called with gradients of what is trained of the pieces, in a backward pass.
     """
 
-    def __init__(self, stack: StreamedModel, shape: ModelLayout, add_gradient: AddGradient):
-        self._stack, self._records, self._blocks = stack, shape.records, shape.blocks
+    def __init__(self, stack: StreamedModel, layout: ModelLayout, add_gradient: AddGradient):
+        self._stack, self._records, self._blocks = stack, layout.records, layout.blocks
         self._add_gradient = add_gradient
         self._passes: dict[int, _Pass] = {}  # by micro-batch
         self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None  # those that all its micro-batches share

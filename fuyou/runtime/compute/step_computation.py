@@ -51,7 +51,7 @@ class StepComputation:
         self._stack, self._plane, self._buffers = stack, plane, plane.buffers
         self.tasks, self.start_time = tasks, start_time
         self._plan, self._recomputations = plane.buffers.plan, recomputations
-        self._dtype = plane.buffers.shape.precision.dtype
+        self._dtype = plane.buffers.layout.precision.dtype
         self._device = plane.buffers.device.torch_device
         self._task_type = model.task_type
         # On the device: CUDA divides by a number of the host's as multiplication by its reciprocal, which is not what
@@ -68,7 +68,7 @@ class StepComputation:
         self._saved: list[float] = []
         self.parameters = TaskParameters(stack, self._buffers)
         self._losses: list[torch.Tensor] = []
-        self._pieces = PieceVisits(stack, plane.buffers.shape, self.parameters.add)
+        self._pieces = PieceVisits(stack, plane.buffers.layout, self.parameters.add)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         computing = [task for task in tasks.tasks if isinstance(task, ComputeTask)]
         self._flops, self._all_flops = 0.0, sum(task.flops for task in computing)

@@ -58,13 +58,13 @@ class TaskParameters:
 
     def open_sum(self, task: ComputeTask) -> None:
         """Begin the gradient that ``task`` is the first to add to."""
-        record = self._buffers.shape.records[known(task.visit.trained)]
+        record = self._buffers.layout.records[known(task.visit.trained)]
         self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
 
     def views(self, task: ComputeTask, kind: Kind | None = None) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """Yield the task's records (of this kind), and their parameters in the device buffers by name."""
         for index, buffer in task.places.items():
-            record = self._buffers.shape.records[index]
+            record = self._buffers.layout.records[index]
             if kind is not None and record.kind is not kind:
                 continue
             flat = self._flat(record, buffer, decoded=not task.begins)
@@ -94,7 +94,7 @@ class TaskParameters:
         """Round and square the gradient of a record, which is complete unless the embedding will add to it."""
         if not task.visit.completes:
             return
-        record = self._buffers.shape.records[known(task.visit.trained)]
+        record = self._buffers.layout.records[known(task.visit.trained)]
         total = self._sums.pop(record.index)
         total.finish()
         rounded = self._buffers.gradients[record.kind].values(
@@ -105,7 +105,7 @@ class TaskParameters:
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
         mark_absent(record, rounded, total.seen)
-        if self._buffers.shape.share.world_size == 1:  # else it is a part of a sum
+        if self._buffers.layout.share.world_size == 1:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 
 

@@ -37,23 +37,23 @@ class Buffers:
     """Buffers of parameters, gradients and activations.
 
     Args:
-        shape: the model's records.
+        layout: the model's records.
         plan: how many buffers of which size.
         device: where blocks compute.
         shared_fd: memory file that the optimizer process has open, too; parameters and gradients of the host lie in it.
     """
 
-    def __init__(self, shape: ModelLayout, plan: MemoryPlan, device: Device, shared_fd: int):
-        self.shape, self.plan, self.device = shape, plan, device
+    def __init__(self, layout: ModelLayout, plan: MemoryPlan, device: Device, shared_fd: int):
+        self.layout, self.plan, self.device = layout, plan, device
         counts = plan.counts
         self.parameters = {
-            kind: DeviceBuffers(device, shape.sizes[kind].device_nbytes, counts.device(kind)) for kind in Kind
+            kind: DeviceBuffers(device, layout.sizes[kind].device_nbytes, counts.device(kind)) for kind in Kind
         }
-        self.decoded = DeviceBuffers(device, shape.decoded_nbytes, 1)
+        self.decoded = DeviceBuffers(device, layout.decoded_nbytes, 1)
         """Where a frozen record in fewer bits becomes what computes."""
         # fp32 sums of gradients that several micro-batches (or visits) contribute to
         self.wide = {
-            kind: DeviceBuffers(device, shape.sizes[kind].trained_elements * 4, 1)
+            kind: DeviceBuffers(device, layout.sizes[kind].trained_elements * 4, 1)
             for kind, is_needed in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
             if is_needed
         }
@@ -61,7 +61,7 @@ class Buffers:
         self.gradients = {
             kind: self.wide[kind]
             if kind in self.wide and counts.device_gradients(kind) == 1
-            else DeviceBuffers(device, shape.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind))
+            else DeviceBuffers(device, layout.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind))
             for kind in Kind
         }
         self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes}
@@ -88,12 +88,12 @@ class Buffers:
                 buffer.page_lock(range(0, buffer.nbytes, max(1, self.activation_bytes[activation])))
 
     def _regions(self) -> SharedRegions:
-        counts, shape, offset = self.plan.counts, self.shape, 0
+        counts, layout, offset = self.plan.counts, self.layout, 0
         regions: list[dict[Kind, BufferRegion]] = []
         for count, size in ((counts.host, "parameter_nbytes"), (counts.host_gradients, "gradient_nbytes")):
             region = {}
             for kind in Kind:
-                region[kind] = BufferRegion(offset, getattr(shape.sizes[kind], size), count(kind))
+                region[kind] = BufferRegion(offset, getattr(layout.sizes[kind], size), count(kind))
                 offset += region[kind].nbytes
             regions.append(region)
         return SharedRegions(offset, regions[0], regions[1])

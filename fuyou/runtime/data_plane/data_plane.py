@@ -130,4 +130,4 @@ class DataPlane:
         return whole[record.first_byte :]
 
     def _record(self, task: Task) -> Record:
-        return self.buffers.shape.records[known(task.record)]
+        return self.buffers.layout.records[known(task.record)]

@@ -64,16 +64,16 @@ class OptimizerHandlers:
     def start(self, executor: Executor, buffers: Buffers) -> None:
         """Tell the process what it needs to know; from then on its answers finish tasks of ``executor``."""
         self._executor = executor
-        shape, plan, device = buffers.shape, buffers.plan, buffers.device
+        layout, plan, device = buffers.layout, buffers.plan, buffers.device
         setup = Setup(
             directories=[str(path) for path in self._stored.store.directories],
-            records=shape.records,
+            records=layout.records,
             chunk_elements=plan.chunk_elements,
             ring_chunks=plan.ring_chunks,
             shared=buffers.shared,
             resident=self._resident,
             throttle=device.throttle,
-            threads=max(1, optimizer_threads(device) // shape.share.ranks_per_node),
+            threads=max(1, optimizer_threads(device) // layout.share.ranks_per_node),
         )
         self._link.set_up(setup, self._answered, executor.fail, self._locks)
 

@@ -51,7 +51,7 @@ class RankHandlers:
         return checksum
 
     def _gather(self, task: Task) -> None:
-        record = self._buffers.shape.records[known(task.record)]
+        record = self._buffers.layout.records[known(task.record)]
         flat = self._buffers.parameters[record.kind].bytes(known(task.target), record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
         self._run(
@@ -59,20 +59,20 @@ class RankHandlers:
         )
 
     def _reduce(self, task: Task) -> None:
-        flat, filled = self._gradient(task), self._buffers.shape.records[known(task.record)].filled_slices
+        flat, filled = self._gradient(task), self._buffers.layout.records[known(task.record)].filled_slices
 
         def work(group: dist.ProcessGroup) -> None:
             reduce_scatter(flat.view(group.size(), -1), group, filled, REDUCTION_BYTES)
-            if self._buffers.shape.share.nodes == 1:
+            if self._buffers.layout.share.nodes == 1:
                 self._square(task, flat)
 
         self._run(task, self._reduce_groups.intra_node, work)
 
     def _exchange(self, task: Task) -> None:
-        flat, share = self._gradient(task), self._buffers.shape.share
+        flat, share = self._gradient(task), self._buffers.layout.share
         start = share.stored_start(flat.numel())
         stored = flat[start : start + share.stored(flat.numel())]
-        filled = self._buffers.shape.records[known(task.record)].filled_parts
+        filled = self._buffers.layout.records[known(task.record)].filled_parts
 
         def work(group: dist.ProcessGroup) -> None:
             reduce_scatter(stored.view(group.size(), -1), group, filled, REDUCTION_BYTES)
@@ -81,7 +81,7 @@ class RankHandlers:
         self._run(task, self._reduce_groups.inter_node, work)
 
     def _spread(self, task: Task) -> None:
-        record = self._buffers.shape.records[known(task.record)]
+        record = self._buffers.layout.records[known(task.record)]
         stored = torch.from_numpy(
             self._buffers.host_parameters(record.kind, known(task.source), record.parameter_nbytes)
         )
@@ -97,12 +97,12 @@ class RankHandlers:
         self._run(task, self._gather_groups.inter_node, work)
 
     def _gradient(self, task: Task) -> torch.Tensor:
-        record = self._buffers.shape.records[known(task.record)]
+        record = self._buffers.layout.records[known(task.record)]
         return self._buffers.gradients[record.kind].values(known(task.source), record.numel, record.precision.dtype)
 
     def _square(self, task: Task, flat: torch.Tensor) -> None:
         """Add what this rank owns of a gradient to its sum of squares: the norm is that of the sum over all ranks."""
-        share = self._buffers.shape.share
+        share = self._buffers.layout.share
         start = share.owned_start(flat.numel())
         squares = sum_of_squares(flat[start : start + share.owned(flat.numel())])
         self._squares.setdefault(task.step, []).append(squares)

@@ -73,14 +73,14 @@ class Scratch:
 
     def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool):
         self._buffers, self._directories = buffers, list(directories)
-        layout, counts, shape = Layout(len(self._directories)), buffers.plan.counts, buffers.shape
+        store_layout, counts, layout = Layout(len(self._directories)), buffers.plan.counts, buffers.layout
         self._activations = {
-            kind: [layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
+            kind: [store_layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
             for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.KEPT, counts.ssd_kept))
         }
-        waiting = shape.trainable if gradients else ()
+        waiting = layout.trainable if gradients else ()
         self._gradients = {
-            index: layout.allocate("gradients", shape.records[index].gradient_nbytes) for index in waiting
+            index: store_layout.allocate("gradients", layout.records[index].gradient_nbytes) for index in waiting
         }
         self._written: dict[Extent, CheckedExtent] = {}
         self._is_needed = any(self._activations.values()) or bool(self._gradients)
@@ -88,7 +88,7 @@ class Scratch:
             for path in self._directories:
                 path.mkdir(exist_ok=True)
             throttle = buffers.device.throttle
-            self._store = Store.create(self._directories, layout, overwrite=True, throttle=throttle)
+            self._store = Store.create(self._directories, store_layout, overwrite=True, throttle=throttle)
 
     def handlers(self) -> dict[Op, Handler]:
         return {
@@ -110,12 +110,12 @@ class Scratch:
                 path.rmdir()
 
     def _gradient_write(self, task: Task) -> Future:
-        record = self._buffers.shape.records[known(task.record)]
+        record = self._buffers.layout.records[known(task.record)]
         buffer = self._buffers.host_gradients(record.kind, known(task.source), task.nbytes)
         return self._write(self._gradients[record.index], f"{record.name}, gradient", buffer)
 
     def _gradient_read(self, task: Task) -> Future:
-        record = self._buffers.shape.records[known(task.record)]
+        record = self._buffers.layout.records[known(task.record)]
         buffer = self._buffers.host_gradients(record.kind, known(task.target), task.nbytes)
         return self._store.read(self._written[self._gradients[record.index]], buffer)
 

@@ -40,7 +40,7 @@ def test_a_run_says_what_it_computes_in_and_continues_in_that(
 
 def test_what_is_requested_is_not_decided(fastest: list[str]) -> None:
     for dtype, decided in (("auto", "fp32"), ("bf16", "bf16")):
-        assert job_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").shape.precision.dtype == DTYPES[decided]
+        assert job_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").layout.precision.dtype == DTYPES[decided]
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(

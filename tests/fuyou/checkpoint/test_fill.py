@@ -13,7 +13,7 @@ LOW_SHARE = {("bf16", "adamw"): 1.0, ("bf16", "adamw8bit"): 0.5, ("fp32", "adamw
 @pytest.mark.parametrize(("dtype", "optimizer"), LOW_SHARE)
 def test_moments_of_zero_are_not_written(tmp_path: Path, dtype: str, optimizer: str) -> None:
     with Engine(family_config("llama"), ssd=[tmp_path], dtype=dtype, optimizer=optimizer) as engine:
-        records = engine._run.shape.records
+        records = engine._run.layout.records
         assert engine.created_bytes == sum(record.first_nbytes for record in records)
         parameters = sum(record.parameter_nbytes for record in records)
         assert engine.created_bytes == parameters * (1 + LOW_SHARE[dtype, optimizer])

@@ -50,9 +50,9 @@ def test_lora_equals_the_plain_twin_in_memory(
     options = {"adapters": AdapterOptions(4, targets=tuple(targets)), "micro_batch": micro}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with plain_engine(directory, ssd, dtype, **options) as trained:
-        kept = {record.frozen for record in trained._run.shape.records if record.kind is Kind.BLOCK}
+        kept = {record.frozen for record in trained._run.layout.records if record.kind is Kind.BLOCK}
         assert FrozenDtype.CHECKPOINT in kept
-        experts = [name for name in trained._run.shape.records[-1].trained_names if "experts" in name]
+        experts = [name for name in trained._run.layout.records[-1].trained_names if "experts" in name]
         assert bool(experts) is (family != "llama")
         train(trained, twin, feed[:2], micro)
         trained.flush()
@@ -102,8 +102,8 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
     files = load_file(directory / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     model = opened(directory)
-    for layer, (index,) in enumerate(model.shape.blocks):
-        record = model.shape.records[index]
+    for layer, (index,) in enumerate(model.layout.blocks):
+        record = model.layout.records[index]
         inside = [name for name in files if f"model.layers.{layer}." in name and not name.endswith(NOT_STORED)]
         buffers = [name for name in inside if name.endswith("e_score_correction_bias")]
         wanted = sum(files[name].nbytes for name in inside) - sum(files[name].nbytes for name in buffers)
@@ -118,12 +118,12 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
         )
         assert record.decoded_nbytes >= decoded
     planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4, targets=("all-linear",)).peft_config())
-    assert [record.device_nbytes for record in planned.shape.records] == [
-        record.device_nbytes for record in model.shape.records
+    assert [record.device_nbytes for record in planned.layout.records] == [
+        record.device_nbytes for record in model.layout.records
     ]
     assert opened(directory).fingerprint == model.fingerprint
     whole = opened(directory, FrozenDtype.PLAIN)
-    assert whole.shape.decoded_nbytes == 0 and whole.fingerprint != model.fingerprint
+    assert whole.layout.decoded_nbytes == 0 and whole.fingerprint != model.fingerprint
 
 
 def test_parameters_of_ones_choice(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_parameters_of_ones_choice(tmp_path: Path) -> None:
     config, checkpoint = load_config(directory)
     chosen = ["model.layers.0.*", "model.layers.1.mlp.up_proj.weight"]
     model = OpenModel(config, BF16, torch.device("cpu"), trainable=chosen, frozen=None, checkpoint=checkpoint)
-    first, second = (model.shape.records[index] for (index,) in model.shape.blocks)
+    first, second = (model.layout.records[index] for (index,) in model.layout.blocks)
     assert first.trainable and first.frozen is FrozenDtype.PLAIN
     assert not second.trainable and second.frozen is FrozenDtype.CHECKPOINT
     assert {slot.name for slot in second.parameters if slot.compressed is None} == {

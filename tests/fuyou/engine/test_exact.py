@@ -130,7 +130,7 @@ def test_states_that_live_in_host_memory(
     twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=options.get("max_grad_norm"), **OPTIONS)
     ssd = directories(tmp_path, 1)
     with engine(checkpoints / family, ssd, host_cache=cache, micro_batch=2, **options) as trained:
-        resident, records = trained.memory_plan.resident, trained._run.shape.records
+        resident, records = trained.memory_plan.resident, trained._run.layout.records
         assert len(resident) == len(records) if cache is None else 0 < len(resident) < len(records)
         for batch in batches(STEPS, packed=True):
             out = trained(**batch)

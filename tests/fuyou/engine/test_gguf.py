@@ -63,10 +63,10 @@ def test_lora_equals_peft_on_the_dequantized_model(
     options = {"adapters": ADAPTERS, "micro_batch": micro, "piece_size": pieces}
     ssd, feed = directories(tmp_path, 2), batches(3, packed=False)
     with engine(file, ssd, dtype, **options) as trained:
-        shape = trained._run.shape
-        assert (max(len(block) for block in shape.blocks) > 1) is (pieces is not None)
-        outer = shape.records[shape.embedding]
-        assert outer.frozen is FrozenDtype.CHECKPOINT and not shape.widened
+        layout = trained._run.layout
+        assert (max(len(block) for block in layout.blocks) > 1) is (pieces is not None)
+        outer = layout.records[layout.embedding]
+        assert outer.frozen is FrozenDtype.CHECKPOINT and not layout.widened
         train(trained, twin, feed[:2], micro)
         trained.flush()
         assert trained.io_bytes() == trained.planned_io_bytes()
@@ -108,7 +108,7 @@ def test_a_store_holds_the_bytes_of_the_file_and_the_cache_none(tmp_path: Path) 
     """Matrices whose types take fewer bytes than what computes, and the embedding; others in 16 bits."""
     file = written(tmp_path, "llama")
     with engine(file, directories(tmp_path, 1), "bf16", adapters=ADAPTERS) as trained:
-        records = trained._run.shape.records
+        records = trained._run.layout.records
     slots = [slot for record in records if record.kind is not Kind.ADAPTER for slot in record.parameters]
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     small = [tensor for tensor in tensors.values() if tensor.n_bytes < 2 * tensor.n_elements]

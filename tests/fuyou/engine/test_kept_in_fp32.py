@@ -84,7 +84,7 @@ def test_adapters_train_as_in_memory(family: str, checkpoint: Path, tmp_path: Pa
 def test_frozen_matrices_in_fewer_bits_leave_them_as_they_are(family: str, checkpoint: Path, tmp_path: Path) -> None:
     options = {"adapters": lora(family), "frozen_dtype": "nf4"}
     with plain_engine(checkpoint, directories(tmp_path, 1), "bf16", **options) as trained:
-        slots = [slot for record in trained._run.shape.records for slot in record.parameters if slot.wide]
+        slots = [slot for record in trained._run.layout.records for slot in record.parameters if slot.wide]
         real = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
         assert {name for slot in slots for name in slot.names} >= set(fp32_parameters(real))
         stored = dict(trained._run.reader().masters())

@@ -66,7 +66,7 @@ def test_equals_peft_in_memory(
         compare(trained, twin.model.get_base_model())
         assert trained.trainable_parameters == sum(parameter.numel() for parameter in twin.trained)
         assert trained.io_bytes() == trained.planned_io_bytes()
-        moved = [r.parameter_nbytes + r.state_nbytes for r in trained._run.shape.records if r.kind is Kind.ADAPTER]
+        moved = [r.parameter_nbytes + r.state_nbytes for r in trained._run.layout.records if r.kind is Kind.ADAPTER]
         assert trained.io_bytes()[1] == STEPS * sum(moved)  # nothing but adapters is ever written
         assert sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000  # padding to pages is most of it here
 

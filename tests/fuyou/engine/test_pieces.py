@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pieces(trained: fuyou.Engine) -> int:
     """Number of pieces of the block that has most."""
-    return max(len(block) for block in trained._run.shape.blocks)
+    return max(len(block) for block in trained._run.layout.blocks)
 
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "size"), [
@@ -93,7 +93,7 @@ def test_adapters_next_to_frozen_pieces(
     with engine(model, directories(tmp_path, 1), dtype, **options) as trained, evicted_is_nan(trained):
         assert pieces(trained) > 2
         if targets == "all-linear":
-            slots = [slot for record in trained._run.shape.of_kind(Kind.BLOCK) for slot in record.parameters]
+            slots = [slot for record in trained._run.layout.of_kind(Kind.BLOCK) for slot in record.parameters]
             assert len({slot.experts for slot in slots if slot.experts}) > 1
             assert any(".experts." in name for name, _ in trained.named_parameters() if "lora_A" in name)
         train(trained, twin, batches(3, packed=family not in mixture_configs()), micro)
@@ -135,7 +135,7 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
     )  # fmt: skip
     with engine(config, directories(tmp_path, 1), "fp32", micro_batch=ROWS) as whole:
         assert pieces(whole) == 1
-        block = whole._run.shape.block_elements * 4
+        block = whole._run.layout.block_elements * 4
     with engine(config, [tmp_path / "ssd0"], "fp32", micro_batch=ROWS, device_memory=2 * block, overwrite=True) as cut:
         assert pieces(cut) > 2
         assert cut.memory_plan.device_bytes <= 2 * block

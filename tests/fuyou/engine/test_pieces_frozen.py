@@ -45,7 +45,7 @@ def test_rounded_as_whole_blocks_are(
         for name, value in whole.named_parameters():
             real.get_parameter(name).data.copy_(value)
     with engine(model, [ssd], dtype, piece_size=size, **options) as trained, evicted_is_nan(trained):
-        assert max(len(block) for block in trained._run.shape.blocks) > 2
+        assert max(len(block) for block in trained._run.layout.blocks) > 2
         if odd:
             for name, value in trained.named_parameters():
                 assert torch.allclose(real.get_parameter(name), value, atol=0.01)
@@ -71,12 +71,12 @@ def test_bytes_of_a_compressed_checkpoint(
     twin = InMemory(get_peft_model(real, adapters.peft_config()))
     options = {"adapters": adapters, "micro_batch": micro, "piece_size": "12KiB"}
     with engine(directory, directories(tmp_path, 1), dtype, **options) as trained, evicted_is_nan(trained):
-        shape = trained._run.shape
-        assert max(len(block) for block in shape.blocks) > 2
-        slots = [slot for record in shape.of_kind(Kind.BLOCK) for slot in record.parameters]
+        layout = trained._run.layout
+        assert max(len(block) for block in layout.blocks) > 2
+        slots = [slot for record in layout.of_kind(Kind.BLOCK) for slot in record.parameters]
         assert {slot.compressed is None for slot in slots if slot.experts} == {plain}
         if plain:  # what is left of the block is plain anyway
-            assert {record.frozen for record in shape.of_kind(Kind.BLOCK)} == {FrozenDtype.PLAIN}
+            assert {record.frozen for record in layout.of_kind(Kind.BLOCK)} == {FrozenDtype.PLAIN}
         train(trained, twin, batches(2, packed=False), micro)
         compare(trained, real)
         assert trained.io_bytes() == trained.planned_io_bytes()

@@ -132,23 +132,23 @@ def weights_of(stack: StreamedModel) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
     stack = streamed(family, torch.bfloat16, tie_word_embeddings=tied)
-    shape = model_records(stack, Precision(torch.bfloat16))
-    held = [slot.names for record in shape.records for slot in record.parameters]
+    layout = model_records(stack, Precision(torch.bfloat16))
+    held = [slot.names for record in layout.records for slot in record.parameters]
     assert sorted(held) == sorted(parameter_names(stack.model))
     decayed = Trainer.get_decay_parameter_names(None, stack.model)
-    for record in shape.records:
+    for record in layout.records:
         for slot in record.parameters:
             parameter = stack.model.get_parameter(slot.name)
             assert slot.shape == tuple(parameter.shape)
             assert slot.decay == (slot.name in decayed)
             assert (record.kind is Kind.NON_BLOCK) != slot.name.startswith(f"{stack.block_prefix}.")
-    assert [record.index for record in shape.records] == list(range(len(shape.records)))
-    assert [shape.records[index].name for (index,) in shape.blocks] == ["block 0", "block 1", "block 2"]
+    assert [record.index for record in layout.records] == list(range(len(layout.records)))
+    assert [layout.records[index].name for (index,) in layout.blocks] == ["block 0", "block 1", "block 2"]
     if tied:
-        assert shape.embedding == shape.head and len(shape.records) == 4
+        assert layout.embedding == layout.head and len(layout.records) == 4
     else:
-        assert [record.name for record in shape.records[:2]] == ["embedding", "head"] and len(shape.records) == 5
-        assert {slot.name for slot in shape.records[shape.embedding].parameters} == {
+        assert [record.name for record in layout.records[:2]] == ["embedding", "head"] and len(layout.records) == 5
+        assert {slot.name for slot in layout.records[layout.embedding].parameters} == {
             name for name, _ in weights_of(stack)
             if not name.startswith(f"{stack.block_prefix}.") and stack.runs_before_blocks(name)
         }  # fmt: skip

@@ -76,7 +76,7 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
     drives = directories(tmp_path, 2)
     options = {"host_cache": None, "micro_batch": 3, "max_grad_norm": 1.5, **SPECULATION}
     with engine(checkpoints / "gpt2", drives, **options) as trained:
-        assert len(trained.memory_plan.resident) == len(trained._run.shape.records)
+        assert len(trained.memory_plan.resident) == len(trained._run.layout.records)
         losses = train(trained, feed[:4])
     assert ClipStatistics.of_run(drive / "fuyou-run" for drive in drives) == ClipStatistics(2, 4)
     with engine(checkpoints / "gpt2", drives[::-1], resume=True, **options) as trained:
@@ -85,7 +85,7 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
         assert losses == expected
         compare(trained, twin)
         assert trained.io_bytes() == trained.planned_io_bytes()
-    records = len(trained._run.shape.records)
+    records = len(trained._run.layout.records)
     updates = Counter(task.step for tasks in lists for task in tasks.tasks if task.op is Op.UPDATE)
     assert updates == {1: 2 * records, 2: records, 3: records, 4: 2 * records, 5: records}
 

@@ -66,7 +66,7 @@ def test_a_mixture_takes_as_long_as_the_experts_that_tokens_visit(family: str) -
     job = describe_training(config, 8, SEQ_LEN)
     model, blocks = job.stack.model, find_blocks(job.stack.model)[1]
     assert job.block_parameters == active_parameters(model, blocks) < 0.5 * sum(p.numel() for p in blocks.parameters())
-    steps = Scheduler(job.shape, BufferCounts(device_activations=8, host_activations=8)).training_step(
+    steps = Scheduler(job.layout, BufferCounts(device_activations=8, host_activations=8)).training_step(
         1, BatchShape(1, 1024, job.tokens)
     )
     head = model.get_output_embeddings().weight.numel() + config.hidden_size
@@ -113,7 +113,7 @@ def test_what_does_not_fit_says_what_is_missing(job: TrainingJob) -> None:
 
 def test_space_on_ssd_is_exact(job: TrainingJob) -> None:
     needed = search(job, machine()).ssd_bytes
-    elements = sum(record.numel for record in job.shape.records)
+    elements = sum(record.numel for record in job.layout.records)
     assert needed == 24 * elements
     assert search(job, machine(store_bytes=needed)).fits
     lacking = search(job, machine(store_bytes=needed - 1))
@@ -147,7 +147,7 @@ def test_clipping_by_speculation_costs_by_how_often_it_strikes(job: TrainingJob)
 def test_gradients_that_are_kept_are_written_where_they_find_no_room(job: TrainingJob) -> None:
     speculation = replace(job, clips=True, clip_by=ClipBy.SPECULATION, clipped_share=0.0, host_cache=0)
     written = {host: search(speculation, machine(host=host << 20)).written_bytes for host in (140, 256)}
-    elements = sum(record.numel for record in job.shape.records)
+    elements = sum(record.numel for record in job.layout.records)
     assert written[256] == 12 * elements
     assert 12 * elements < written[140] <= 14 * elements
 
@@ -186,7 +186,7 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> N
     candidate = Candidate(1, 0.0)
     merged, exact = (evaluator.evaluate(candidate, merged=how) for how in (True, False))
     memory = evaluator.memory(candidate)
-    assert merge_micro_batches(memory, len(job.shape.blocks)).batch.micro_batches < memory.batch.micro_batches / 2
+    assert merge_micro_batches(memory, len(job.layout.blocks)).batch.micro_batches < memory.batch.micro_batches / 2
     assert merged.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
 
@@ -207,7 +207,7 @@ def test_a_plan_counts_the_bytes_of_runs_that_commit_every_few_steps(
             engine(input_ids=ids, labels=ids).loss.backward()
             written.append(engine.step().planned_written_bytes)
         run = engine._run
-        planned = simulate(run.shape, engine.memory_plan, FAST, commit_every=commit_every)
+        planned = simulate(run.layout, engine.memory_plan, FAST, commit_every=commit_every)
     cycle = written[commit_every : 2 * commit_every]
     assert round(planned.mean(StepList.ssd_written_bytes) * commit_every) == sum(cycle) > 0
     assert (len(set(cycle)) > 1) == (commit_every > 1 and host_cache is None)

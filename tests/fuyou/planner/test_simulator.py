@@ -13,7 +13,7 @@ from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Op, Resource, StepList, Task
 from tests.helpers.simulation import BF16, CHUNK, COUNTS, FAST, LAYERS, run
-from tests.helpers.step_shapes import step_shape
+from tests.helpers.step_layouts import step_layout
 
 
 def work(lists: list[StepList], rates: TaskRates) -> dict[Resource, float]:
@@ -88,8 +88,8 @@ def test_drives_alternate_between_pools_piece_by_piece() -> None:
 
 
 def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:
-    shape = step_shape(LAYERS, False, BF16)
-    elements = sum(record.numel for record in shape.records)
+    layout = step_layout(LAYERS, False, BF16)
+    elements = sum(record.numel for record in layout.records)
     for flops in (2e8, 1e9, 5e9):
         rates = replace(
             FAST, flops_per_second=flops, read_bytes_per_second=26 * elements, write_bytes_per_second=26 * elements
@@ -111,8 +111,8 @@ def test_tasks_wait_for_what_they_wait_for() -> None:
 
 
 def test_deferring_helps_where_computing_and_the_drives_take_as_long() -> None:
-    shape = step_shape(LAYERS, False, BF16)
-    elements = sum(record.numel for record in shape.records)
+    layout = step_layout(LAYERS, False, BF16)
+    elements = sum(record.numel for record in layout.records)
     rates = replace(FAST, read_bytes_per_second=26 * elements, write_bytes_per_second=26 * elements)
     flops = work(run(rates)[1], replace(rates, flops_per_second=1.0))[Resource.GPU]
     balanced = replace(rates, flops_per_second=flops)  # a second of each
@@ -127,18 +127,18 @@ def keep(
     layers: list[int], device: int, micro: int, rates: TaskRates, kept_bytes: int = 10_000
 ) -> tuple[float, StepList]:
     """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
-    shape = step_shape(LAYERS, False, BF16)
+    layout = step_layout(LAYERS, False, BF16)
     total = len(layers) * micro
     counts = replace(COUNTS, device_kept=min(device, total), host_kept=2 if total > device else 0, ssd_kept=total)
-    scheduler = Scheduler(shape, counts, recomputation=Recomputation(frozenset(layers), 0.75))
+    scheduler = Scheduler(layout, counts, recomputation=Recomputation(frozenset(layers), 0.75))
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, kept_bytes)) for step in range(1, 5)]
-    return Simulator(shape.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
+    return Simulator(layout.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
 
 
 def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_drives_are() -> None:
-    shape = step_shape(LAYERS, False, BF16)
+    layout = step_layout(LAYERS, False, BF16)
     layers, micro = list(range(LAYERS)), 2
-    blocks = sum(shape.block_parameters(layer) for layer in range(len(shape.blocks)))
+    blocks = sum(layout.block_parameters(layer) for layer in range(len(layout.blocks)))
     saved = 0.75 * 2 * blocks * 8 * micro  # 2 FLOPs per parameter and token
     kept = LAYERS * micro * 10_000
     compute = replace(FAST, flops_per_second=1e6)
@@ -165,8 +165,8 @@ def test_exchanges_of_a_gpu_wait_behind_each_other(in_one_order: bool) -> None:
     reduce = Task(Op.GRADIENT_REDUCE, [], nbytes=1_000_000)
     exchange = Task(Op.GRADIENT_EXCHANGE, [reduce], nbytes=1_000_000)
     gather = Task(Op.PARAMETER_GATHER, [], nbytes=1_000_000)
-    shape = step_shape(LAYERS, False, BF16)
-    Simulator(shape.records, rates, 3, CHUNK).run([StepList(1, [reduce, exchange, gather])])
+    layout = step_layout(LAYERS, False, BF16)
+    Simulator(layout.records, rates, 3, CHUNK).run([StepList(1, [reduce, exchange, gather])])
     times = [(round(task.started_at), round(task.finished_at)) for task in (reduce, exchange, gather)]
     # Without the one order the gather is not behind what goes between nodes, though last in the list.
     assert times == ([(0, 1), (1, 11), (11, 12)] if in_one_order else [(1, 2), (2, 12), (0, 1)])

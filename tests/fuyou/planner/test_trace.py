@@ -16,7 +16,7 @@ from fuyou.planner.trace import write_trace
 from fuyou.schedule.batch import BatchShape
 from fuyou.schedule.scheduler import Scheduler
 from fuyou.schedule.tasks import Resource
-from tests.helpers.step_shapes import step_shape
+from tests.helpers.step_layouts import step_layout
 
 BF16 = Precision(torch.bfloat16)
 RATES = TaskRates(1e8, 2e6, 1e6, 1e6, 2e6, 1e6, commit_seconds=0.003)
@@ -77,12 +77,12 @@ def length(events: list[dict[str, Any]]) -> float:
 
 
 def test_a_simulated_step(tmp_path: Path) -> None:
-    shape = step_shape(LAYERS, False, BF16)
-    scheduler = Scheduler(shape, BufferCounts(device_activations=4, host_activations=3, ssd_activations=40))
+    layout = step_layout(LAYERS, False, BF16)
+    scheduler = Scheduler(layout, BufferCounts(device_activations=4, host_activations=3, ssd_activations=40))
     lists = [scheduler.training_step(step, BatchShape(MICRO, 4096, 8)) for step in range(1, 5)]
-    simulation = Simulator(shape.records, RATES, 3, 4096).run(lists)
+    simulation = Simulator(layout.records, RATES, 3, 4096).run(lists)
     window = (simulation.step_ends[-2], simulation.step_ends[-1])
-    write_trace(tmp_path / "step.json", lists[-2:], shape.records, window, simulation.intervals)
+    write_trace(tmp_path / "step.json", lists[-2:], layout.records, window, simulation.intervals)
     lanes = read(tmp_path / "step.json")
 
     (step,) = lanes["steps", "step"]
@@ -107,5 +107,5 @@ def test_a_simulated_step(tmp_path: Path) -> None:
     )
     assert {event["name"] for event in lanes["optimizer", "update"]} >= {f"block {i}" for i in range(LAYERS)}
     with pytest.raises(UserError, match=r"cannot be written to .*missing"):
-        write_trace(tmp_path / "missing" / "step.json", lists, shape.records, window, simulation.intervals)
+        write_trace(tmp_path / "missing" / "step.json", lists, layout.records, window, simulation.intervals)
     assert not list(tmp_path.glob("*.tmp"))

@@ -40,7 +40,7 @@ def test_ranges_hold_each_row_once_of_experts_of_unequal_numbers() -> None:
         torch.device("cpu"),
         AdapterOptions(rank=4).peft_config(),
     )
-    pieces = in_pieces(opened.stack, opened.shape, 1)
+    pieces = in_pieces(opened.stack, opened.layout, 1)
     records = [pieces.records[index] for index in pieces.blocks[0]]
     for name in ("gate_up_proj", "down_proj"):
         slots = [slot for record in records for slot in record.parameters if slot.names[0].endswith(name)]

@@ -46,7 +46,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 def replay(model: OpenModel, batch: Batch, columns: int) -> CachingAllocator:
     """Replay two steps of two micro-batches through the last block and the head, with the attention of a GPU."""
-    stack, layer, dtype = model.stack, len(model.stack.blocks) - 1, model.shape.precision.dtype
+    stack, layer, dtype = model.stack, len(model.stack.blocks) - 1, model.layout.precision.dtype
     block = stack.blocks[layer]
     ids = torch.zeros(batch.micro_rows, batch.seq_len, dtype=torch.long)
     _, calls = stack.embed_without_weights({"input_ids": ids})
@@ -101,6 +101,6 @@ def test_reserved_memory_is_planned(name: str, rows: int, tokens: int, adapters:
     model = OpenModel(CONFIGS[name], Precision(torch.bfloat16), torch.device("cpu"), lora)
     batch = Batch(2 * rows, tokens, rows)
     for columns in (tokens, 64):
-        planned = Workspace(model.shape, model.config, cpu=False).nbytes(batch, columns)
+        planned = Workspace(model.layout, model.config, cpu=False).nbytes(batch, columns)
         allocator = replay(model, batch, columns)
         assert allocator.most_asked <= allocator.reserved <= planned <= 5 * allocator.reserved

@@ -23,7 +23,7 @@ from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.schedule_model import Machine, build, check_order
-from tests.helpers.step_shapes import BF16, step_shape
+from tests.helpers.step_layouts import BF16, step_layout
 
 MEBIBYTE = 1 << 20
 FP32 = Precision(torch.float32)
@@ -37,12 +37,12 @@ def config(hidden: int = 48, vocabulary: int = 211) -> PreTrainedConfig:
 
 
 def planner(
-    shape: ModelLayout, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
+    layout: ModelLayout, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
     kept_layers: int = 0, kept: int = 0,
 ) -> MemoryPlanner:  # fmt: skip
     """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""
     return MemoryPlanner(
-        shape, config(hidden, vocabulary), device, host, cpu, kept_layers=kept_layers,
+        layout, config(hidden, vocabulary), device, host, cpu, kept_layers=kept_layers,
         kept_bytes=lambda batch: kept * batch.micro_tokens,
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def kept_layers(situation: dict) -> int:
 
 def plan_of(situation: dict, device: int | None = None, host: int | None = None) -> MemoryPlan:
     made = planner(
-        step_shape(situation["layers"], situation["tied"], situation["precision"]),
+        step_layout(situation["layers"], situation["tied"], situation["precision"]),
         situation["device"] if device is None else device, situation["host"] if host is None else host,
         situation["cpu"], situation["hidden"], situation["vocabulary"], kept_layers(situation), situation["kept"],
     )  # fmt: skip
@@ -123,10 +123,10 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
     except UserError:
         assume(False)
         return
-    shape = step_shape(situation["layers"], situation["tied"], situation["precision"])
-    counts, width = plan.counts, shape.precision.parameter_bytes
+    layout = step_layout(situation["layers"], situation["tied"], situation["precision"])
+    counts, width = plan.counts, layout.precision.parameter_bytes
     largest = {
-        outer: max(r.numel for r in shape.records if (r.kind is Kind.NON_BLOCK) is outer) for outer in (False, True)
+        outer: max(r.numel for r in layout.records if (r.kind is Kind.NON_BLOCK) is outer) for outer in (False, True)
     }
     device = (
         counts.device_blocks * largest[False] * width
@@ -148,11 +148,11 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         + (counts.host_non_block + counts.host_non_block_gradients) * largest[True] * width
         + counts.host_activations * plan.activation_bytes
         + counts.host_kept * plan.kept_bytes
-        + plan.ring_chunks * plan.chunk_elements * shape.precision.state_bytes
-        + sum(shape.records[index].numel for index in plan.resident) * shape.precision.state_bytes
+        + plan.ring_chunks * plan.chunk_elements * layout.precision.state_bytes
+        + sum(layout.records[index].numel for index in plan.resident) * layout.precision.state_bytes
     )
     assert device + plan.workspace_bytes == plan.device_bytes
-    host += sum(len(record.parameters) for record in shape.records) * (15 << 10)
+    host += sum(len(record.parameters) for record in layout.records) * (15 << 10)
     assert host + (116 << 20) + (plan.device_bytes if situation["cpu"] else 0) == plan.host_bytes
 
 
@@ -212,34 +212,34 @@ def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
 
 
 def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
-    shape = step_shape(5, False)
-    width, state = shape.precision.parameter_bytes, shape.precision.state_nbytes(1)
-    block = shape.block_elements
-    outer = [record.numel for record in shape.of_kind(Kind.NON_BLOCK)]
+    layout = step_layout(5, False)
+    width, state = layout.precision.parameter_bytes, layout.precision.state_nbytes(1)
+    block = layout.block_elements
+    outer = [record.numel for record in layout.of_kind(Kind.NON_BLOCK)]
 
     def plan(cache: int | None) -> MemoryPlan:
-        made = planner(shape, 8 << 30, 8 << 30)
+        made = planner(layout, 8 << 30, 8 << 30)
         made.host_cache = cache
         return made.plan(8, 64, None)
 
-    streamed, layers = plan(0), len(shape.blocks)
+    streamed, layers = plan(0), len(layout.blocks)
     assert streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_non_block == 1
     one = plan(block * width)
     assert one.resident == () and one.counts.host_blocks == 5
     assert one.host_bytes == streamed.host_bytes + block * width
     parameters = (layers - 4) * block * width + max(outer) * width
     assert plan(parameters + outer[0] * state).resident == (0,)
-    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, shape.blocks[-1][0])
+    assert plan(parameters + (sum(outer) + block) * state).resident == (0, 1, layout.blocks[-1][0])
     two = plan(parameters + (sum(outer) + 2 * block) * state)
-    assert two.resident == (0, 1, shape.blocks[2][0], shape.blocks[4][0])
+    assert two.resident == (0, 1, layout.blocks[2][0], layout.blocks[4][0])
     everything = plan(None)
-    assert everything.resident == tuple(range(len(shape.records)))
-    total = sum(record.numel for record in shape.records) * state
+    assert everything.resident == tuple(range(len(layout.records)))
+    total = sum(record.numel for record in layout.records) * state
     assert everything.host_bytes == streamed.host_bytes + parameters + total
 
 
 def test_an_requested_micro_batch_is_kept_or_rejected() -> None:
-    shape = step_shape(3, False)
+    shape = step_layout(3, False)
     assert planner(shape, 4 << 30, 8 << 30).plan(16, 256, 3).batch == Batch(16, 256, 3)
     assert planner(shape, 4 << 30, 8 << 30).plan(2, 256, 3).batch == Batch(2, 256, 2)
     with pytest.raises(UserError, match=r"micro-batch of 16 x 256 tokens needs .* A smaller micro_batch needs less"):
@@ -252,17 +252,17 @@ def test_an_requested_micro_batch_is_kept_or_rejected() -> None:
 def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> None:
     """On an accelerator nothing else is idle then but Adam's scratch; of whole blocks it is not counted."""
     model = PieceModel("qwen3_moe")
-    cut = in_pieces(model.stack, model.opened.shape, 4096)
+    cut = in_pieces(model.stack, model.opened.layout, 4096)
 
-    def host_bytes(shape: ModelLayout) -> int:
-        planner = MemoryPlanner(shape, model.opened.config, 1 << 30, 1 << 30, False, host_cache=0)
+    def host_bytes(layout: ModelLayout) -> int:
+        planner = MemoryPlanner(layout, model.opened.config, 1 << 30, 1 << 30, False, host_cache=0)
         return planner.plan(1, 16, 1).host_bytes
 
     largest = max(slot.numel for record in cut.records for slot in record.parameters)
     assert filling_bytes(cut.records) == BYTES_PER_ELEMENT * largest < ADAM_SCRATCH_BYTES  # a single span
     whole, more = 64 << 20, 4 * (64 << 20) + BYTES_PER_ELEMENT * largest - ADAM_SCRATCH_BYTES
     assert host_bytes(replace(cut, read_whole=whole)) - host_bytes(cut) == more
-    assert host_bytes(replace(model.opened.shape, read_whole=whole)) == host_bytes(model.opened.shape)
+    assert host_bytes(replace(model.opened.layout, read_whole=whole)) == host_bytes(model.opened.layout)
     names = {slot.names[0] for record in cut.records for slot in record.parameters if slot.experts is not None}
     experts = sum(model.stack.model.get_parameter(name).numel() for name in names)
     assert whole_elements(cut.records, lambda name: name not in names) == experts // len(model.stack.blocks)
@@ -271,8 +271,8 @@ def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> N
 def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
     """To find them, all blocks run without values, which takes seconds with large models."""
     model, looks = PieceModel("qwen3_moe"), []
-    shape = replace(model.opened.shape, key_memory=lambda: looks.append(1) or chunk_survey(model.stack).memory)
-    planner = MemoryPlanner(shape, model.opened.config, 1 << 30, 1 << 30, False)
+    layout = replace(model.opened.layout, key_memory=lambda: looks.append(1) or chunk_survey(model.stack).memory)
+    planner = MemoryPlanner(layout, model.opened.config, 1 << 30, 1 << 30, False)
     for chunk in (None, 16, 64):
         assert planner.plan(1, 16, 1, chunk=chunk).batch.chunks == 1
     assert not looks
@@ -283,10 +283,10 @@ def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
 def test_no_chunks_are_tried_where_a_decoded_block_exceeds_the_device() -> None:
     adapters = AdapterOptions(rank=4).peft_config()
     job, looks = describe_training(config(), 1, 4096, adapters=adapters, frozen=FrozenDtype.NF4), []
-    shape = replace(job.shape, key_memory=lambda: looks.append(1) or chunk_survey(job.stack).memory)
-    limit = shape.decoded_nbytes + shape.sizes[Kind.BLOCK].device_nbytes
+    layout = replace(job.layout, key_memory=lambda: looks.append(1) or chunk_survey(job.stack).memory)
+    limit = layout.decoded_nbytes + layout.sizes[Kind.BLOCK].device_nbytes
     for device in (limit - 1, limit):
         assert not looks
         with pytest.raises(UserError):
-            MemoryPlanner(shape, job.config, device, 1 << 30, False).plan(1, 4096, 1)
+            MemoryPlanner(layout, job.config, device, 1 << 30, False).plan(1, 4096, 1)
     assert looks

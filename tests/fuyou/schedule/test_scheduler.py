@@ -19,7 +19,7 @@ from fuyou.layout.share import ALONE, Share
 from fuyou.schedule.batch import Batch, LossInputs
 from fuyou.schedule.tasks import SSD_READS, SSD_WRITES, ComputeTask, Op, StepList, Task
 from tests.helpers.schedule_model import Machine, Program, build, check_order
-from tests.helpers.step_shapes import CUTS, Computation, Cut, computations, one_by_one, step_shape
+from tests.helpers.step_layouts import CUTS, Computation, Cut, computations, one_by_one, step_layout
 
 #: The least that works: everything streams, nothing overlaps.
 LEAST = BufferCounts(
@@ -40,10 +40,10 @@ def activations(layers: int, micro: int, reference: bool = False) -> int:
     return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
 
 
-def expected(shape: ModelLayout, kind: str, micro: int, steps: StepList, together: int | None) -> list[Computation]:
+def expected(layout: ModelLayout, kind: str, micro: int, steps: StepList, together: int | None) -> list[Computation]:
     """What the twin computes in such a step or evaluation."""
     reference = any(isinstance(task, ComputeTask) and task.micro >= micro for task in steps.tasks)
-    return list(computations(shape, micro, kind == "train", steps.own_loss, reference, together))
+    return list(computations(layout, micro, kind == "train", steps.own_loss, reference, together))
 
 
 @st.composite
@@ -140,10 +140,10 @@ def computed(tasks: list[Task]) -> list[Computation]:
 @given(scenarios())
 def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any]) -> None:
     program = build(**scenario)
-    shape = program.shape
+    layout = program.layout
     trained = [(micro, steps) for kind, micro, steps in program.lists if kind == "train"]
     for micro, steps in trained:
-        assert computed(steps.tasks) == expected(shape, "train", micro, steps, scenario["together"])
+        assert computed(steps.tasks) == expected(layout, "train", micro, steps, scenario["together"])
         assert steps.end is not None and steps.end.op is Op.STEP
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
@@ -153,11 +153,11 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
                 assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
         if kind == "eval":
-            assert computed(steps.tasks) == expected(shape, "eval", micro, steps, scenario["together"])
+            assert computed(steps.tasks) == expected(layout, "eval", micro, steps, scenario["together"])
             assert not any(task.op in (Op.UPDATE, Op.STATE_WRITE, Op.COMMIT, Op.STEP) for task in steps.tasks)
     done = [task for task in program.tasks if task.op is Op.UPDATE]
     updates = Counter((task.record, task.step) for task in done if not program.is_void(task))
-    assert updates == Counter((index, steps.step) for index in shape.trainable for _, steps in trained)
+    assert updates == Counter((index, steps.step) for index in layout.trainable for _, steps in trained)
 
 
 @pytest.mark.parametrize(("layers", "micro"), [(1, 3), (4, 1), (3, 4), (6, 5)])
@@ -209,7 +209,7 @@ def test_a_commit_waits_for_all_writes_of_its_step(defer: float) -> None:
             newest[task.record] = task
         if task.op is Op.COMMIT:
             assert set(map(id, newest.values())) <= set(map(id, task.after))
-            assert len(newest) == len(program.shape.records)
+            assert len(newest) == len(program.layout.records)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def moved(tasks: list[Task], ops: frozenset[Op]) -> int:
 @pytest.mark.parametrize("micro", [1, 4])
 def test_bytes_per_parameter_when_everything_streams(tied: bool, micro: int) -> None:
     program = build(6, tied, LEAST, [("train", micro, True)] * 3)
-    elements = sum(record.numel for record in program.shape.records)
+    elements = sum(record.numel for record in program.layout.records)
     for _, _, steps in program.lists:
         assert moved(steps.tasks, SSD_READS) <= 14 * elements
         assert moved(steps.tasks, SSD_WRITES) == 12 * elements
@@ -236,7 +236,7 @@ def test_bytes_per_parameter_when_everything_streams(tied: bool, micro: int) -> 
 def test_bytes_per_parameter_with_any_few_buffers(host: int, device: int, defer: float) -> None:
     counts = replace(LEAST, host_blocks=host, device_blocks=device)
     program = build(6, False, counts, [("train", 2, True)] * 4, defer=defer)
-    elements = sum(record.numel for record in program.shape.records)
+    elements = sum(record.numel for record in program.layout.records)
     for kind, _, steps in program.lists[1:]:
         gradients = [task for task in steps.tasks if task.op in (Op.GRADIENT_READ, Op.GRADIENT_WRITE)]
         spilled = sum(task.nbytes for task in gradients if task.op is Op.GRADIENT_READ)
@@ -258,7 +258,7 @@ def test_bytes_of_every_precision(precision: Precision, states: int) -> None:
         for task in steps.tasks:
             if task.record is None:
                 continue
-            numel = program.shape.records[task.record].numel
+            numel = program.layout.records[task.record].numel
             expected = {
                 Op.PARAMETER_READ: width, Op.PARAMETER_UPLOAD: width, Op.GRADIENT_DOWNLOAD: width,
                 Op.STATE_READ: states, Op.STATE_WRITE: width + states, Op.UPDATE: 1, Op.COMPUTE: 0,
@@ -271,7 +271,7 @@ def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:
     program = build(6, False, counts, [("train", 2, True)] * 3)
     for number, (_, _, steps) in enumerate(program.lists):
         reads = Counter(task.record for task in steps.tasks if task.op is Op.PARAMETER_READ)
-        assert reads == (Counter(record.index for record in program.shape.records) if number == 0 else Counter())
+        assert reads == (Counter(record.index for record in program.layout.records) if number == 0 else Counter())
 
 
 def test_one_more_host_buffer_saves_one_read() -> None:
@@ -279,7 +279,7 @@ def test_one_more_host_buffer_saves_one_read() -> None:
     for host in range(1, 8):
         program = build(6, False, replace(LEAST, host_blocks=host), [("train", 1, True)] * 4)
         last = [task for task in program.lists[-1][2].tasks if task.op is Op.PARAMETER_READ]
-        reads.append(sum(program.shape.records[task.record].kind is Kind.BLOCK for task in last))
+        reads.append(sum(program.layout.records[task.record].kind is Kind.BLOCK for task in last))
     assert reads == sorted(reads, reverse=True)
     assert reads[0] <= 12 and reads[-1] == 0
     assert all(before - after <= 2 for before, after in pairwise(reads))
@@ -292,7 +292,7 @@ def test_direct_reads_leave_in_host_memory_what_it_keeps(host: int, frozen: bool
     adapters = dict.fromkeys(("device_adapters", "device_adapter_gradients", "host_adapter_gradients"), 1)
     counts, script = replace(LEAST, host_blocks=host, host_adapters=8, **adapters), [("train", 2, True)] * 4
     usual, direct = (build(7, False, counts, script, frozen=frozen, direct_reads=way) for way in (False, True))
-    blocks = {index for block in direct.shape.blocks for index in block}
+    blocks = {index for block in direct.layout.blocks for index in block}
     reads = [
         Counter(task.op for task in program.lists[-1][2].tasks if task.op in SSD_READS and task.record in blocks)
         for program in (usual, direct)
@@ -308,7 +308,7 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
     tasks = program.tasks
     computes = {task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD}
     for layer in range(4):
-        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.shape.blocks[layer + 2][0]]
+        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.layout.blocks[layer + 2][0]]
         reach: set[int] = set()
         todo = list(reads[0].after)
         while todo:
@@ -339,9 +339,9 @@ def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
             if op is not Op.COMPUTE:
                 assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
     flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
-    sizes, shape = [record.parameter_count for record in own.shape.records], own.shape
-    head = sizes[shape.head] + sizes[shape.head_adapter]
-    blocks = sum(sizes[index] for index in (*(block for (block,) in shape.blocks), *shape.block_adapters[1:]))
+    sizes, layout = [record.parameter_count for record in own.layout.records], own.layout
+    head = sizes[layout.head] + sizes[layout.head_adapter]
+    blocks = sum(sizes[index] for index in (*(block for (block,) in layout.blocks), *layout.block_adapters[1:]))
     assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
 
 
@@ -362,18 +362,18 @@ def test_pieces_with_the_fewest_buffers(cut: Callable[[int], Cut], frozen: bool)
 def test_each_piece_is_written_once_and_read_at_most_once_per_stage(cut: Callable[[int], Cut]) -> None:
     cuts = {layer: cut(3) for layer in range(5)}
     program = build(5, False, LEAST, [("train", 4, True)] * 3, cuts=cuts)
-    shape = program.shape
-    parameters = sum(shape.records[index].parameter_nbytes for index in (shape.embedding, shape.head))
-    states = sum(record.state_nbytes for record in shape.records)
-    for layer, records in enumerate(shape.blocks):
-        order = shape.orders[layer]
+    layout = program.layout
+    parameters = sum(layout.records[index].parameter_nbytes for index in (layout.embedding, layout.head))
+    states = sum(record.state_nbytes for record in layout.records)
+    for layer, records in enumerate(layout.blocks):
+        order = layout.orders[layer]
         pieces = [*order.forward, *(stage.piece for stage in order.backward)]
-        parameters += sum(shape.records[records[piece]].parameter_nbytes for piece in pieces)
+        parameters += sum(layout.records[records[piece]].parameter_nbytes for piece in pieces)
     # The embedding is read for its forward and its backward pass.
-    parameters += shape.records[shape.embedding].parameter_nbytes
+    parameters += layout.records[layout.embedding].parameter_nbytes
     for _, _, steps in program.lists:
         assert moved(steps.tasks, SSD_READS) <= parameters + states
-        assert moved(steps.tasks, SSD_WRITES) == states + sum(record.parameter_nbytes for record in shape.records)
+        assert moved(steps.tasks, SSD_WRITES) == states + sum(record.parameter_nbytes for record in layout.records)
 
 
 def test_frozen_pieces_are_uploaded_once_for_each_micro_batch_of_the_backward_pass() -> None:
@@ -381,7 +381,7 @@ def test_frozen_pieces_are_uploaded_once_for_each_micro_batch_of_the_backward_pa
     counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=4, host_adapter_gradients=2)
     program = build(2, False, counts, [("train", 3, True)], frozen=True, cuts={1: one_by_one(4)})
     uploads = Counter(task.record for task in program.tasks if task.op is Op.PARAMETER_UPLOAD)
-    first, *between, last = program.shape.blocks[1]
+    first, *between, last = program.layout.blocks[1]
     assert [uploads[index] for index in between] == [1 + 2 * 3] * 2
     assert uploads[first] == 1 + 3 + 1  # it ends the pass of a micro-batch, and begins that of the next
     assert uploads[last] == 1 + 3
@@ -396,7 +396,7 @@ def test_pieces_take_the_flops_of_their_block() -> None:
             if isinstance(task, ComputeTask) and task.visit.layer is not None:
                 flops[task.visit.phase, task.visit.layer] += task.flops
         parameters = [
-            sum(program.shape.records[index].parameter_count for index in one) for one in program.shape.blocks
+            sum(program.layout.records[index].parameter_count for index in one) for one in program.layout.blocks
         ]
         for layer, count in enumerate(parameters):
             assert flops[Phase.BLOCK_FORWARD, layer] == 2 * 2 * 8 * count
@@ -407,12 +407,12 @@ def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_rejected() -
     stages = [Stage(1, True, True, True), Stage(0, True, True, True), Stage(1, False, True, True)]
     cuts = {0: Cut(PieceOrder((0, 1), tuple(stages)))}
     with pytest.raises(UserError, match="comes back to parameters"):
-        step_shape(1, False, cuts=cuts)
-    assert len(step_shape(1, False, frozen=True, cuts=cuts).blocks[0]) == 2  # there are none
+        step_layout(1, False, cuts=cuts)
+    assert len(step_layout(1, False, frozen=True, cuts=cuts).blocks[0]) == 2  # there are none
 
 
 def test_a_trained_piece_that_nothing_uses_is_rejected() -> None:
     """It would never be updated, and what is committed would not be all of one step."""
     for order in (PieceOrder((0, 1), (Stage(0, True, True, True),)), PieceOrder((1,), one_by_one(2).order.backward)):
         with pytest.raises(UserError, match="no pass through the block uses it"):
-            step_shape(1, False, cuts={0: Cut(order)})
+            step_layout(1, False, cuts={0: Cut(order)})

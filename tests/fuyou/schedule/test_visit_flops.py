@@ -30,9 +30,9 @@ def test_gradients_of_visited_experts_count() -> None:
     model.get_input_embeddings().register_forward_hook(lambda _, __, hidden: hidden.detach().requires_grad_())
     without = counted(model)
     model.model.layers.requires_grad_(True)
-    shape, gradients = describe_training(CONFIG, 1, SEQ_LEN).shape, 0.0
-    for visit in shape.visits(True):
+    layout, gradients = describe_training(CONFIG, 1, SEQ_LEN).layout, 0.0
+    for visit in layout.visits(True):
         if visit.phase is Phase.BLOCK_BACKWARD and visit.layer is not None:
-            block = shape.records[shape.blocks[visit.layer][0]]
-            gradients += visit_flops(shape, visit, SEQ_LEN, Recomputation()) - 2 * 2 * SEQ_LEN * block.active_count
+            block = layout.records[layout.blocks[visit.layer][0]]
+            gradients += visit_flops(layout, visit, SEQ_LEN, Recomputation()) - 2 * 2 * SEQ_LEN * block.active_count
     assert gradients == pytest.approx(counted(model) - without, rel=0.01) and gradients > 0

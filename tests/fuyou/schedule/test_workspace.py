@@ -87,10 +87,10 @@ class Passes:
         return self.live.most, driver.order.between_bytes
 
     def planned(self, batch: Batch, piece_bytes: int | None = None, cpu: bool = True) -> int:
-        shape = self.model.opened.shape
+        layout = self.model.opened.layout
         if piece_bytes is not None:
-            shape = in_pieces(self.model.stack, shape, piece_bytes)
-        return Workspace(shape, self.model.opened.config, cpu)._block(batch)
+            layout = in_pieces(self.model.stack, layout, piece_bytes)
+        return Workspace(layout, self.model.opened.config, cpu)._block(batch)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -135,7 +135,7 @@ def test_what_is_requested() -> None:
         assert opened.router_loss == expected
         assert opened.config.output_router_logits is (config is on), "what is exported"
         assert not opened.stack.model.config.output_router_logits, "the model itself collects nothing"
-        assert opened.shape.router_experts == 4
+        assert opened.layout.router_experts == 4
     for config, choice in ((on, "off"), (off, "off"), (off, "auto"), (tiny_configs()["llama"], "auto")):
         assert open_model(config, choice).router_loss is None
     with pytest.raises(UserError, match="LlamaForCausalLM has no router loss"):

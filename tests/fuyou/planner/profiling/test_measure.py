@@ -66,10 +66,10 @@ def test_writes_go_past_the_fast_cache(cache: int, tmp_path: Path, monkeypatch: 
 def test_a_block_that_others_hand_values_is_measured_without_them() -> None:
     """Gemma 3n: several streams, inputs of each layer, shared keys and values."""
     stack = StreamedModel(build_meta_model(miniature(CONFIG_MAPPING["gemma3n_text"]())), torch.device("cpu"))
-    shape = model_records(stack, Precision(torch.float32))
+    layout = model_records(stack, Precision(torch.float32))
     for layer in (0, len(stack.blocks) - 1):
-        bench = BlockBench(stack, shape, Device(), 2, 16, 8)
-        bench._layer, bench._record = layer, shape.records[shape.blocks[layer][0]]
+        bench = BlockBench(stack, layout, Device(), 2, 16, 8)
+        bench._layer, bench._record = layer, layout.records[layout.blocks[layer][0]]
         bench._weights = random_values(bench._record.numel, torch.float32, torch.device("cpu"))
         bench._gradient = torch.empty_like(bench._weights)
         times = bench.measure()

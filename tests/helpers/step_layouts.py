@@ -28,7 +28,7 @@ class Cut:
         return 1 + max(self.order.forward)
 
 
-def step_shape(
+def step_layout(
     layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False, cuts: Mapping[int, Cut] | None = None
 ) -> ModelLayout:
     """Records of a small stack; outer ones are larger, and every record has its own size.
@@ -159,50 +159,50 @@ class Computation:
 
 
 def computations(
-    shape: ModelLayout, micro: int, train: bool, own_loss: bool = False, reference: bool = False,
+    layout: ModelLayout, micro: int, train: bool, own_loss: bool = False, reference: bool = False,
     together: int | None = None,
 ) -> Iterator[Computation]:  # fmt: skip
     """Yield all computations of a step, in order; with a loss of the caller's own, and maybe a reference.
 
     ``together``: micro-batches that go forward through a block in pieces together.
     """
-    layers, trained = len(shape.blocks), frozenset(shape.trainable)
+    layers, trained = len(layout.blocks), frozenset(layout.trainable)
     forward = range(micro * (2 if reference else 1))
     for m in forward:
-        yield Computation(Phase.EMBED_FORWARD, None, shape.embedding, m, True, True, None)
-    for layer, records in enumerate(shape.blocks):
-        pieces = shape.orders[layer].forward if len(records) > 1 else (0,)
+        yield Computation(Phase.EMBED_FORWARD, None, layout.embedding, m, True, True, None)
+    for layer, records in enumerate(layout.blocks):
+        pieces = layout.orders[layer].forward if len(records) > 1 else (0,)
         size = together if together and len(pieces) > 1 else len(forward)
         for group in (forward[first : first + size] for first in range(0, len(forward), size)):
             for place, piece in enumerate(pieces):
                 for m in group:
                     ends = place == len(pieces) - 1
                     yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends, None)
-    head = shape.head if shape.head in trained else shape.head_adapter
+    head = layout.head if layout.head in trained else layout.head_adapter
     for m in forward if own_loss or not train else ():
-        yield Computation(Phase.HEAD_EVAL, layers, shape.head, m, True, True, None)
+        yield Computation(Phase.HEAD_EVAL, layers, layout.head, m, True, True, None)
     if not train:
         return
     for m in range(micro):
-        yield Computation(Phase.HEAD, layers, shape.head, m, True, True, head)
-    last = 0 if shape.embedding in trained else min(_trained_layers(shape), default=layers)
+        yield Computation(Phase.HEAD, layers, layout.head, m, True, True, head)
+    last = 0 if layout.embedding in trained else min(_trained_layers(layout), default=layers)
     for layer in reversed(range(last, layers)):
-        yield from _block_backward(shape, layer, micro)
-    if shape.embedding in trained:
+        yield from _block_backward(layout, layer, micro)
+    if layout.embedding in trained:
         for m in range(micro):
-            yield Computation(Phase.EMBED_BACKWARD, None, shape.embedding, m, True, True, shape.embedding)
+            yield Computation(Phase.EMBED_BACKWARD, None, layout.embedding, m, True, True, layout.embedding)
 
 
-def _trained_layers(shape: ModelLayout) -> list[int]:
-    trained = frozenset(shape.trainable)
-    adapters = shape.block_adapters or [None] * len(shape.blocks)
-    return [layer for layer, block in enumerate(shape.blocks) if trained & {*block, adapters[layer]}]
+def _trained_layers(layout: ModelLayout) -> list[int]:
+    trained = frozenset(layout.trainable)
+    adapters = layout.block_adapters or [None] * len(layout.blocks)
+    return [layer for layer, block in enumerate(layout.blocks) if trained & {*block, adapters[layer]}]
 
 
-def _block_backward(shape: ModelLayout, layer: int, micro: int) -> Iterator[Computation]:
-    records, trained = shape.blocks[layer], frozenset(shape.trainable)
-    adapter = shape.block_adapters[layer] if shape.block_adapters else None
-    stages = shape.orders[layer].backward if len(records) > 1 else WHOLE.backward
+def _block_backward(layout: ModelLayout, layer: int, micro: int) -> Iterator[Computation]:
+    records, trained = layout.blocks[layer], frozenset(layout.trainable)
+    adapter = layout.block_adapters[layer] if layout.block_adapters else None
+    stages = layout.orders[layer].backward if len(records) > 1 else WHOLE.backward
 
     def computation(place: int, m: int) -> Computation:
         record, ends = records[stages[place].piece], place == len(stages) - 1
