@@ -90,7 +90,7 @@ class EngineConfig(RunConfig):
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Everything that has to be parsed is parsed here, so that mistakes come out before anything is opened.
         _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
-        policy = self.kept_activations
+        policy = self.saved_activations
         checks = {
             "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
             "chunk": (self.memory.chunk, self.memory.chunk is None or self.memory.chunk > 0),
@@ -99,7 +99,7 @@ class EngineConfig(RunConfig):
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "drive_life": (self.store.drive_life, (self.store.drive_life or 0) >= 0),
             "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
-            "kept_activations": (policy, isinstance(policy, ActivationPolicy) or policy >= 0),
+            "saved_activations": (policy, isinstance(policy, ActivationPolicy) or policy >= 0),
         }
         for name, (value, good) in checks.items():
             if not good:
@@ -173,9 +173,9 @@ class EngineConfig(RunConfig):
         return None if self.memory.piece_size is None else parse_bytes(self.memory.piece_size)
 
     @cached_property
-    def kept_activations(self) -> ActivationPolicy | int:
+    def saved_activations(self) -> ActivationPolicy | int:
         """Policy of which activations are saved, or the bytes of each block and micro-batch that they may take."""
-        asked = self.memory.kept_activations
+        asked = self.memory.saved_activations
         return asked if isinstance(asked, ActivationPolicy) else parse_bytes(asked or 0)
 
     @cached_property

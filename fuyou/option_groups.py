@@ -139,7 +139,7 @@ class MemoryConfig:
     """Host memory (per node) that caches parameters and states between steps; 0: none. Default: the rest.
 
     Parameters first, then optimizer states, too."""
-    kept_activations: "ActivationPolicy | int | str | None" = None
+    saved_activations: "ActivationPolicy | int | str | None" = None
     """Outputs of operators inside the blocks that are saved for the backward pass instead of computed again, on the
     device, the host or the SSDs, wherever there is room: this many bytes (or ``"64MiB"``) of a block and micro-batch,
     those that save the most computing per byte; or a :class:`fuyou.ActivationPolicy`. The same numbers, and a shorter
@@ -154,7 +154,7 @@ class MemoryConfig:
     chunk: int | None = option(None, "N", POSITIVE, commands=Command.STEP, heading="Memory")
     """Tokens of a row computed at once. Default: whole rows where they fit, else as many tokens as fit.
 
-    The keys and values of earlier tokens are at hand. Then nothing else is saved (``kept_activations``)."""
+    The keys and values of earlier tokens are at hand. Then nothing else is saved (``saved_activations``)."""
     batch_shape: tuple[int, int] | None = None
     """(sequences, tokens per sequence) of the batches to come; without it, buffers are planned for one micro-batch and
     made again if the first batch is larger."""
@@ -225,11 +225,11 @@ class RunConfig:
 
     It is that of the whole batch of all ranks, however that is split."""
     automatic: bool = False
-    """Whether the planner chooses ``deferred_fraction``, ``kept_activations`` and ``clip_by`` where they are not given,
-    by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this model
-    (``finetune profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no number. Of
-    several ranks the first one chooses for all, by its own profile and the links between them, which are measured (a
-    second)."""
+    """Whether the planner chooses ``deferred_fraction``, ``saved_activations``, and ``clip_by`` where they are not
+    given, by simulation of this run on this machine. Needs ``batch_shape`` and a profile of this machine with this
+    model (``finetune profile``); without one nothing is chosen. Costs 0.1 to 3 s at the start, and changes no
+    number. Of several ranks the first one chooses for all, by its own profile and the links between them, which are
+    measured (a second)."""
     topology: "ClusterTopology | None" = None
     """The other ranks, if there are any (an ``fcdp.Topology``). Every rank makes an engine, with its own directories
     and otherwise alike, gives it its own part of every batch, and calls everything that the others call. Every node

@@ -138,7 +138,7 @@ class Row:
     steps: list[float]  # Measured, after the warm-up
     bound: str
     deferred_fraction: float
-    kept_activation_bytes: int
+    saved_activation_bytes: int
     plan_seconds: float  # How long planning took
 
     @property
@@ -189,7 +189,7 @@ def run(
     with Engine(
         config, ssd=ssd, device=device_of(one), host_memory=one.host_memory, batch_shape=(one.batch, one.seq_len),
         micro_batch=chosen.memory.batch.micro_rows, deferred_fraction=chosen.deferred_fraction,
-        kept_activations=chosen.candidate.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
+        saved_activations=chosen.candidate.activation_policy, run_name=NAME, overwrite=True, dtype="bf16",
         adapters=one.adapters, piece_size=one.piece_size, chunk=one.chunk, **options,
     ) as engine:  # fmt: skip
         runtime = engine._run.runtime
@@ -212,7 +212,7 @@ def measure(one: Configuration, ssd: Sequence[Path], steps: int) -> Row:
         raise click.ClickException(f"{one.name}: {' '.join(chosen.missing)}")
     return Row(
         one.name, one.regime, chosen.step_seconds, run(one, ssd, chosen, steps, chunk_flops), chosen.bound.value,
-        chosen.deferred_fraction, chosen.kept_activation_bytes, took,
+        chosen.deferred_fraction, chosen.saved_activation_bytes, took,
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def main(ssd: tuple[Path, ...], only: tuple[int, ...], steps: int, json_file: Pa
             rows.append(row)
             click.echo(
                 f"{number:>2}  {row.name:28}{row.bound:>15}{row.deferred_fraction:>7.2f}"
-                f"{row.kept_activation_bytes >> 20:>5} MiB{row.predicted:>9.2f} s{row.measured:>8.2f} s"
+                f"{row.saved_activation_bytes >> 20:>5} MiB{row.predicted:>9.2f} s{row.measured:>8.2f} s"
                 f"{row.ratio:>7.2f}"
                 f"  ({row.predicted / max(row.steps):.2f} - {row.predicted / min(row.steps):.2f})"
             )

@@ -334,7 +334,7 @@ class PaperScheme:
         memory = self.memory()
         simulation, tasks = self.simulate()
         return Plan(
-            self.job, self.machine, memory=memory, kept_activation_bytes=self.swap.nbytes,
+            self.job, self.machine, memory=memory, saved_activation_bytes=self.swap.nbytes,
             step_seconds=simulation.step_seconds(), busy=busy_seconds(tasks, self.rates),
             read_bytes=tasks.ssd_read_bytes(), written_bytes=tasks.ssd_written_bytes(),
             saved_flops=self.swap.saved_flops,

@@ -78,11 +78,11 @@ def _places(result: Plan) -> list[str]:
     assert result.memory is not None
     counts, job, machine = result.memory.counts, result.job, result.machine
     layers = len(job.layout.blocks)
-    saved = "sets of kept outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
+    saved = "sets of saved outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
     device = [
         f"{counted(counts.device_blocks, 'block')}, {counted(counts.device_block_gradients, 'gradient')}",
         counted(counts.device_activations, "block input"),
-        counts.device_kept and f"{counts.device_kept:,} {saved}",
+        counts.device_saved and f"{counts.device_saved:,} {saved}",
         f"{format_bytes(result.memory.workspace_bytes)} to compute in",
     ]
     ring = result.memory.ring_chunks * job.layout.precision.state_nbytes(result.memory.chunk_elements)
@@ -91,12 +91,12 @@ def _places(result: Plan) -> list[str]:
         f"{format_bytes(ring)} of optimizer states on their way",
         result.memory.resident and f"optimizer states of {counted(len(result.memory.resident), 'record')} pinned",
         counts.host_activations and counted(counts.host_activations, "block input"),
-        counts.host_kept and f"{counts.host_kept:,} {saved}",
+        counts.host_saved and f"{counts.host_saved:,} {saved}",
     ]
     ssd = [
         "parameters and optimizer states, two slots",
         counts.ssd_activations and "block inputs",
-        counts.ssd_kept and ("kept outputs" if result.memory.batch.chunks == 1 else "keys and values"),
+        counts.ssd_saved and ("saved outputs" if result.memory.batch.chunks == 1 else "keys and values"),
     ]
     rows = []
     for label, used, there, what in (
@@ -137,10 +137,10 @@ def _limits(result: Plan) -> list[str]:
         how.append(_clipping(result))
     if 0 < result.deferred_fraction < 1:
         how.append(f"{result.deferred_fraction:.0%} of the blocks updated in the next forward pass")
-    if result.kept_activation_bytes and batch.chunks > 1:
-        how.append(f"{format_bytes(result.kept_activation_bytes)} of keys and values saved")
-    elif result.kept_activation_bytes:
-        how.append(f"{format_bytes(result.kept_activation_bytes)} of activations kept instead of computed again")
+    if result.saved_activation_bytes and batch.chunks > 1:
+        how.append(f"{format_bytes(result.saved_activation_bytes)} of keys and values saved")
+    elif result.saved_activation_bytes:
+        how.append(f"{format_bytes(result.saved_activation_bytes)} of activations saved instead of computed again")
     rows = row("schedule", "; ".join(how))
     traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
     traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"

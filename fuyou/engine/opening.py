@@ -230,7 +230,7 @@ class OpenRun:
                 stacklevel=2,
             )
         if choice is not None:
-            choice["kept_activations"] = config.kept_activations or choice["kept_activations"]
+            choice["saved_activations"] = config.saved_activations or choice["saved_activations"]
             self.config = config.with_options(**choice)
             self.write_watch = WriteWatch.of_run(self.plan, self.agreement)
 

@@ -66,7 +66,7 @@ class Runtime:
             model.stack,
             "cpu" if device.shares_host_memory else "cuda",
             options.precision.dtype,
-            0 if layout.orders else options.kept_activations,
+            0 if layout.orders else options.saved_activations,
         )
         host_limit, device_limit = limits
         self._planner = MemoryPlanner(
@@ -78,8 +78,8 @@ class Runtime:
             deferred=len(self._deferred),
             speculative=options.update_policy.speculative,
             host_cache=options.host_cache,
-            kept_layers=len(self._keeping.layers),
-            kept_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.columns).nbytes,
+            saving_layers=len(self._keeping.layers),
+            saved_bytes=lambda batch: self._keeping.saved(batch.micro_rows, batch.columns).nbytes,
         )
         self._plane: DataPlane | None = None
         self.ranks: RankHandlers  # Once it is open, of several ranks
@@ -131,7 +131,7 @@ class Runtime:
         recomputation, operators = self._keeping.recomputation(*size), self._keeping.saved(*size).operators
         if plan.batch.chunks > 1:  # nothing but keys and values is saved
             recomputation, operators = recomputation.saving_nothing(), ()
-        self.recomputations = BlockReplay(recomputation.layers, operators, plan.kept_bytes)
+        self.recomputations = BlockReplay(recomputation.layers, operators, plan.saved_bytes)
         self.scheduler = Scheduler(
             self._layout,
             plan.counts,

@@ -249,7 +249,7 @@ class Steps:
             planned_read_bytes=ended.tasks.ssd_read_bytes(),
             planned_written_bytes=ended.tasks.ssd_written_bytes(),
             planned_sent_bytes=ended.tasks.sent_bytes(),
-            kept_activation_bytes=ended.tasks.kept_bytes(self._run.runtime.memory_plan.kept_bytes),
+            saved_activation_bytes=ended.tasks.saved_bytes(self._run.runtime.memory_plan.saved_bytes),
             recomputation_saved=ended.recomputation_saved,
             aux_loss=_aux_loss(ended),
             **happened,

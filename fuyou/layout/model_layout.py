@@ -101,9 +101,9 @@ class BufferCounts:
     device_activations: int = 4
     host_activations: int = 0
     ssd_activations: int = 0
-    device_kept: int = 0
-    host_kept: int = 0
-    ssd_kept: int = 0
+    device_saved: int = 0
+    host_saved: int = 0
+    ssd_saved: int = 0
 
     def device(self, kind: Kind) -> int:
         return (self.device_blocks, self.device_non_block, self.device_adapters, self.device_towers)[_ORDER[kind]]

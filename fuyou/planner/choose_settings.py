@@ -42,9 +42,9 @@ def choose_settings(
     chosen = agreement.all_gather_object(_best_settings(plan, links) if is_rank0 else None)[0]
     if chosen is None:
         return None
-    operators, layers = chosen["kept_activations"]
+    operators, layers = chosen["saved_activations"]
     policy = ActivationPolicy(tuple((name, ordinal) for name, ordinal in operators), layers)
-    return {**chosen, "kept_activations": policy}
+    return {**chosen, "saved_activations": policy}
 
 
 def _best_settings(plan: RunPlan, links: RankLinks | None) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ def _best_settings(plan: RunPlan, links: RankLinks | None) -> dict[str, Any] | N
     return {
         "micro_batch": rows,
         "deferred_fraction": best.deferred_fraction,
-        "kept_activations": [best.activation_policy.operators, best.activation_policy.layers],
+        "saved_activations": [best.activation_policy.operators, best.activation_policy.layers],
         "clip_by": best.clip_by.value,
     }
 

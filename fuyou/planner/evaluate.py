@@ -109,10 +109,10 @@ class Evaluator:
         """
         job, memory = self.job, self.memory(candidate)
         batch, counts = memory.batch, memory.counts
-        if not memory.kept_bytes or batch.chunks > 1:
+        if not memory.saved_bytes or batch.chunks > 1:
             return 0.0
         sets = len(self.activation_planner(candidate).layers) * batch.micro_batches
-        spilled = (sets - counts.device_kept - counts.host_kept) * memory.kept_bytes
+        spilled = (sets - counts.device_saved - counts.host_saved) * memory.saved_bytes
         rates, visits = self._rates_for(batch.micro_rows), len(job.layout.blocks) * batch.micro_batches
         computing = 2 * job.block_parameters * job.tokens / job.layout.share.world_size / rates.flops_per_second
         return max(0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0]))
@@ -151,8 +151,8 @@ class Evaluator:
             deferred=len(updates.deferred(job.layout)),
             speculative=updates.speculative,
             host_cache=job.host_cache,
-            kept_layers=len(activations.layers),
-            kept_bytes=lambda batch: activations.saved(batch.micro_rows, batch.columns).nbytes,
+            saving_layers=len(activations.layers),
+            saved_bytes=lambda batch: activations.saved(batch.micro_rows, batch.columns).nbytes,
         )
 
     @cached_property
@@ -309,14 +309,14 @@ class Evaluator:
             clipped_seconds=None if clipped is None else clipped.step_seconds(),
             update_seconds=steady.mean(lambda tasks: update_seconds(tasks, self.rates)),
             saved_flops=left_out * recomputed,
-            kept_activation_bytes=steady.cycle[-1].kept_bytes(plan.kept_bytes),
+            saved_activation_bytes=steady.cycle[-1].saved_bytes(plan.saved_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),
         )
 
     def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
         layout = self.job.layout
         total = self.job.record_bytes + memory.counts.ssd_activations * memory.activation_bytes
-        total += memory.counts.ssd_kept * memory.kept_bytes
+        total += memory.counts.ssd_saved * memory.saved_bytes
         if memory.spills_gradients(layout, updates.held(layout)):
             total += sum(record.gradient_nbytes for record in layout.records)
         return total
@@ -333,25 +333,25 @@ def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     everything = batch.activations(layers)
     saved, spills = layers * batch.micro_batches, bool(counts.host_activations)
     device = max(4, int(counts.device_activations / factor)) if spills else everything
-    device_saved = max(2, round(counts.device_kept / factor)) if counts.device_kept else 0
+    device_saved = max(2, round(counts.device_saved / factor)) if counts.device_saved else 0
     # Where the drives have no part in it, all has its place in the host's memory, however that was rounded.
     least = 2 if counts.ssd_activations else max(2, everything - device + 1)
-    least_saved = 2 if counts.ssd_kept else max(2, saved - device_saved + 1)
+    least_saved = 2 if counts.ssd_saved else max(2, saved - device_saved + 1)
     merged = replace(
         counts,
         device_activations=device,
         host_activations=max(least, int(counts.host_activations / factor)) if spills else 0,
         ssd_activations=everything if counts.ssd_activations else 0,
-        device_kept=device_saved,
-        host_kept=max(least_saved, round(counts.host_kept / factor)) if counts.host_kept else 0,
-        ssd_kept=saved if counts.ssd_kept else 0,
+        device_saved=device_saved,
+        host_saved=max(least_saved, round(counts.host_saved / factor)) if counts.host_saved else 0,
+        ssd_saved=saved if counts.ssd_saved else 0,
     )
     return replace(
         plan,
         batch=batch,
         counts=merged,
         activation_bytes=round(plan.activation_bytes * factor),
-        kept_bytes=round(plan.kept_bytes * factor),
+        saved_bytes=round(plan.saved_bytes * factor),
     )
 
 

@@ -52,7 +52,7 @@ class Plan:
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
     update_seconds: float = 0.0  # Seconds of work of the updates of one step: what deferring some of them could move
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
-    kept_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
+    saved_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
     ssd_bytes: int = 0
     frontier: tuple[Point, ...] = ()  # Schedules that none beats in time and bytes written, fastest first
 
@@ -200,7 +200,7 @@ class Plan:
             "clip_by": number(self.clip_by and self.clip_by.value),
             "clipped_share": number(self.clip_by and self.job.clipped_share),
             "clipped_step_seconds": number(self.clipped_seconds),
-            "kept_activation_bytes": number(self.kept_activation_bytes),
+            "saved_activation_bytes": number(self.saved_activation_bytes),
             "gpu_bound_tokens": self.gpu_bound_tokens,
             "assumptions": list(self.assumptions),
         }

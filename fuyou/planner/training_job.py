@@ -195,7 +195,9 @@ def planned_options(config: EngineConfig) -> dict[str, Any]:
         "deferred_fraction": config.optimizer.deferred_fraction or None,
         "host_cache": config.host_cache,
         "piece_bytes": config.piece_bytes,
-        "activation_policy": config.kept_activations if isinstance(config.kept_activations, ActivationPolicy) else None,
+        "activation_policy": config.saved_activations
+        if isinstance(config.saved_activations, ActivationPolicy)
+        else None,
         "commit_every": config.store.commit_every,
         "drive_life": config.store.drive_life,
         "clip_by": config.clip_by,

@@ -24,7 +24,7 @@ class StepReport:
     planned_read_bytes: int = field(repr=False)  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int = field(repr=False)
     planned_sent_bytes: int = field(default=0, repr=False)  # Bytes that the schedule had this rank send to other nodes
-    kept_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
+    saved_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
     recomputation_saved: float = field(default=0.0, repr=False)  # Fraction of the recomputation that was left out
     clipped: bool = False  # Whether the gradient was scaled down
     aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss

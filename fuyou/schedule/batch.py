@@ -80,7 +80,7 @@ class BatchShape:
     micro_batches: int  # Number of micro-batches that the batch is split into
     activation_bytes: int  # Bytes of a block's input, for one micro-batch
     tokens: float  # Tokens in one micro-batch, on average
-    kept_bytes: int = 0  # Bytes of the activations that one block saves besides its input, for one micro-batch
+    saved_bytes: int = 0  # Bytes of the activations that one block saves besides its input, for one micro-batch
     own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
     reference: bool = False  # Whether micro-batches also pass without adapters, as a reference
     together: int | None = None  # Micro-batches that go through a block in pieces together in a forward pass; None: all

@@ -55,7 +55,7 @@ class MemoryPlan:
     ring_chunks: int  # Buffers in the optimizer's ring, each for the states of one chunk
     chunk_elements: int
     activation_bytes: int  # Bytes of a block's input for one micro-batch, rounded up to whole pages
-    kept_bytes: int  # Bytes of operator outputs that one layer saves for one micro-batch, rounded up
+    saved_bytes: int  # Bytes of operator outputs that one layer saves for one micro-batch, rounded up
     head_columns: int  # Tokens of each row that go through the head at once
     wide_blocks: bool  # Whether blocks' gradients are summed in fp32, then rounded to bf16
     wide_non_block: bool  # Whether gradients outside the blocks are summed in fp32, too
@@ -72,7 +72,7 @@ class MemoryPlan:
             batch.micro_batches,
             self.activation_bytes,
             batch.mean_tokens,
-            self.kept_bytes,
+            self.saved_bytes,
             own_loss=bool(loss.outputs),
             reference=loss.reference,
             together=self.batch.most_together,
@@ -135,7 +135,7 @@ class MemoryCounter:
             ring_chunks=max(2, math.ceil(ring_blocks * self._block_chunks)),
             chunk_elements=self._chunk_elements,
             activation_bytes=round_up(batch.micro_tokens * hidden * layout.precision.parameter_bytes, 4096),
-            kept_bytes=round_up(self._row_bytes(batch) if chunked else self._saved_bytes(batch), 4096),
+            saved_bytes=round_up(self._row_bytes(batch) if chunked else self._saved_bytes(batch), 4096),
             key_gradient_bytes=self._keys.gradients * batch.seq_len + self._keys.state_gradients if chunked else 0,
             head_columns=columns,
             wide_blocks=split and several and bool(layout.sizes[Kind.BLOCK].trained_elements),
@@ -170,7 +170,7 @@ class MemoryCounter:
             + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if layout.decoded_nbytes else 0)
             + counts.device_adapter_gradients * layout.sizes[Kind.ADAPTER].device_gradient_nbytes
             + counts.device_activations * plan.activation_bytes
-            + counts.device_kept * plan.kept_bytes
+            + counts.device_saved * plan.saved_bytes
             + passing * self._passed_bytes(batch)
             + plan.key_gradient_bytes
             + passing * batch.seq_len * images.kept * width
@@ -210,7 +210,7 @@ class MemoryCounter:
             + (self._adapter_states if self.adapters_in_memory(counts) else 0)
             + plan.ring_chunks * layout.trained_precision.state_nbytes(plan.chunk_elements)
             + counts.host_activations * plan.activation_bytes
-            + counts.host_kept * plan.kept_bytes
+            + counts.host_saved * plan.saved_bytes
             + batch.rows * batch.seq_len * batch.loss.outputs * OUTPUT_BYTES * batch.loss.passes
             + self._filling_bytes(plan)
             + HOST_OVERHEAD_BYTES

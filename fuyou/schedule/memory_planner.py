@@ -30,8 +30,8 @@ class MemoryPlanner:
         speculative: whether all other gradients stay until the step has ended, in memory left when all parameters
             are in host memory: that saves writing them, which is half of what a parameter saves.
         host_cache: maximum bytes of host memory that only save reading and writing; None for all that is left.
-        kept_layers: number of blocks that save operator outputs besides their input.
-        kept_bytes: bytes of outputs that one of them saves for one micro-batch of a batch.
+        saving_layers: number of blocks that save operator outputs besides their input.
+        saved_bytes: bytes of outputs that one of them saves for one micro-batch of a batch.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class MemoryPlanner:
         deferred: int = 0,
         speculative: bool = False,
         host_cache: int | None = None,
-        kept_layers: int = 0,
-        kept_bytes: Callable[[Batch], int] = lambda batch: 0,
+        saving_layers: int = 0,
+        saved_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
         self.layout, self._config = layout, config
         self.device_limit, self.host_limit, self.cpu = device_limit, host_limit, cpu
         self._deferred, self._speculative, self.host_cache = deferred, speculative, host_cache
-        self._saving_layers, self._saved_bytes = kept_layers, kept_bytes if kept_layers else lambda batch: 0
+        self._saving_layers, self._saved_bytes = saving_layers, saved_bytes if saving_layers else lambda batch: 0
         self._adapters = len(layout.of_kind(Kind.ADAPTER))
 
     def plan(
@@ -265,17 +265,17 @@ class _Filler:
 
     def add_saved_outputs(self, counts: BufferCounts, total: int) -> BufferCounts:
         """Put ``total`` buffers of saved outputs on the device, else the host, else the SSDs."""
-        if counts.device_kept == total:
+        if counts.device_saved == total:
             return counts
-        nbytes = self.plan(counts).kept_bytes
-        more = min(total - counts.device_kept, max(0, self.device_room(counts)) // nbytes)
-        counts = replace(counts, device_kept=counts.device_kept + more)
-        missing = total - counts.device_kept
+        nbytes = self.plan(counts).saved_bytes
+        more = min(total - counts.device_saved, max(0, self.device_room(counts)) // nbytes)
+        counts = replace(counts, device_saved=counts.device_saved + more)
+        missing = total - counts.device_saved
         if not missing:
-            return replace(counts, host_kept=0)
-        more = max(0, min(missing + 1 - counts.host_kept, self.host_room(counts) // nbytes))
-        counts = replace(counts, host_kept=counts.host_kept + more)
-        return counts if counts.host_kept > missing else replace(counts, ssd_kept=total)
+            return replace(counts, host_saved=0)
+        more = max(0, min(missing + 1 - counts.host_saved, self.host_room(counts) // nbytes))
+        counts = replace(counts, host_saved=counts.host_saved + more)
+        return counts if counts.host_saved > missing else replace(counts, ssd_saved=total)
 
     def add_deferred_gradients(self, counts: BufferCounts, deferred: int) -> BufferCounts:
         nbytes = self.planner.layout.sizes[Kind.BLOCK].gradient_nbytes
@@ -359,7 +359,7 @@ def _with_saved(counts: BufferCounts, saved: int, batch: Batch) -> BufferCounts:
     """Return ``counts`` with the fewest buffers that let ``saved`` outputs pass: two on the host, and two on the device
     (one for the keys and values of a row in chunks)."""
     near = min(saved, 1 if batch.chunks > 1 else 2)
-    return replace(counts, device_kept=near, host_kept=2 if saved > near else 0)
+    return replace(counts, device_saved=near, host_saved=2 if saved > near else 0)
 
 
 def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:

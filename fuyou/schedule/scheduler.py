@@ -92,7 +92,7 @@ class Scheduler:
             hidden_arguments,
         )
         self._saved = ActivationPools(
-            Activation.KEPT, counts.device_kept, counts.host_kept, counts.ssd_kept, self._saved_arguments
+            Activation.SAVED, counts.device_saved, counts.host_saved, counts.ssd_saved, self._saved_arguments
         )
         for kind in {layout.records[index].kind for index in self._resident}:
             assert counts.host(kind) >= len(layout.of_kind(kind))
@@ -111,7 +111,7 @@ class Scheduler:
         self._list, self._batch = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks), batch
         self._pass.follow(self._training_visits())
         self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
-        self._saved.begin(self._list, self._pass.visits, batch, batch.kept_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch, batch.saved_bytes)
         self._durable = commit
         for visit in self._in_turn():
             if visit.phase in FORWARD_PHASES:
@@ -148,7 +148,7 @@ class Scheduler:
         # What stays is for the next forward pass.
         self._pass.follow(self.layout.visits(False, batch.micro_batches, together=batch.together))
         self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
-        self._saved.begin(self._list, self._pass.visits, batch, batch.kept_bytes)
+        self._saved.begin(self._list, self._pass.visits, batch, batch.saved_bytes)
         for visit in self._in_turn():
             self._visit(visit, train=False)
         self._pass.follow(training)
@@ -239,7 +239,7 @@ class Scheduler:
             saved_input, saved_output = [], []
         # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
         for key in saved_input:
-            compute.kept = self._saved.fetch(key, saved_input, compute)
+            compute.saved = self._saved.fetch(key, saved_input, compute)
         compute.inputs = tuple(self._activations.fetch(key, inputs + outputs, compute) for key in inputs)
         for key in outputs:
             compute.output = self._activations.produce(key, inputs + outputs, compute)
@@ -247,7 +247,7 @@ class Scheduler:
             if key in saved_input:
                 self._saved.rewrite(key, compute)
             else:
-                compute.kept = self._saved.produce(key, saved_output, compute)
+                compute.saved = self._saved.produce(key, saved_output, compute)
         self._activations.release(inputs)
         self._saved.release(saved_input)
 

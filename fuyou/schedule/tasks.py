@@ -72,7 +72,7 @@ class Activation(Enum):
     HIDDEN = "hidden"  # A block's input, or the gradient with respect to it
     # Outputs of operators inside a block, which its recomputation then need not compute; of rows that pass in chunks,
     # all keys and values of a row.
-    KEPT = "kept"
+    SAVED = "saved"
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +112,7 @@ class ComputeTask(Task):
     places: dict[int, int] = field(default_factory=dict)  # Device buffer of each record that it uses
     inputs: tuple[int, ...] = ()  # Device activation slots that it reads
     output: int | None = None  # Device activation slot that it writes; None if nothing wants its result
-    kept: int | None = None  # Device slot of saved activations, written forward and read backward
+    saved: int | None = None  # Device slot of saved activations, written forward and read backward
     begins: bool = True  # Whether it is the first micro-batch of its visit
     first: bool = False  # Whether it is the first micro-batch that adds to its gradient
     last: bool = False  # Whether it is the last micro-batch of its visit
@@ -145,11 +145,11 @@ class StepList:
         """Return the bytes that this rank sends to other nodes."""
         return sum(task.nbytes for task in self.tasks if task.op.resource is Resource.INTER_NODE)
 
-    def kept_bytes(self, each: int) -> int:
+    def saved_bytes(self, each: int) -> int:
         """Return the bytes of saved outputs left for the backward pass, ``each`` in one buffer."""
         return each * sum(
             isinstance(task, ComputeTask)
-            and task.kept is not None
+            and task.saved is not None
             and task.visit.phase is Phase.BLOCK_FORWARD
             and task.micro % self.chunks == 0
             for task in self.tasks

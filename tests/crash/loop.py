@@ -183,7 +183,7 @@ class Loop:
             "host_cache": choose((None, 0, "1MiB")),
             "commit_every": commit_every,
             "deferred_fraction": choose((0.0, 0.5, 1.0)),
-            "kept_activations": choose((None, "16KiB")),
+            "saved_activations": choose((None, "16KiB")),
             "clip_by": choose(("deferral", "speculation")) if commit_every == 1 else "deferral",
         }
 

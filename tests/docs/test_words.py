@@ -61,6 +61,10 @@ def files(folder: str) -> list[Path]:
     return sorted(file for file in sources if file != Path(__file__))
 
 
+# Second names of things that have a name in CONTRIBUTING's list of words.
+DOUBLE_NAMES = re.compile(r"\b(_?shape: \"?ModelLayout|(device|host|ssd)_kept|kept_(bytes|layers|activations?))\b")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_none_of_the_words(page: Path) -> None:
     assert hits(page.read_text()) == []
@@ -82,3 +86,9 @@ def test_values_are_named_for_what_they_are(folder: str) -> None:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES
     ]
     assert len(left) <= NAMES_LEFT[folder], "\n".join([f"{len(left)} names", *left])
+
+
+@pytest.mark.parametrize("folder", NAMES_LEFT)
+def test_each_thing_has_a_single_name(folder: str) -> None:
+    hits = [f"{file}: {hit.group()}" for file in files(folder) for hit in DOUBLE_NAMES.finditer(file.read_text())]
+    assert hits == []

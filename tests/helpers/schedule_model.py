@@ -87,7 +87,7 @@ class Program:
         record = task.record
         buffers = self.layout.records[record].kind if record is not None else None
         kept: list[tuple] = [("host states", record)] if record in self.resident else []
-        kind = {Activation.HIDDEN: "activation", Activation.KEPT: "kept"}[task.activation]
+        kind = {Activation.HIDDEN: "activation", Activation.SAVED: "kept"}[task.activation]
         match task.op:
             case Op.PARAMETER_READ:
                 return [("ssd parameters", record, task.source)], [("host parameters", buffers, task.target)]
@@ -105,9 +105,9 @@ class Program:
                 writes = [("device activation", task.output)] if task.output is not None else []
                 if task.gradient is not None:
                     writes.append(("device gradient", self.layout.records[task.visit.trained].kind, task.gradient))
-                if task.kept is not None:
+                if task.saved is not None:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
-                    (writes if forward else reads).append(("device kept", task.kept))
+                    (writes if forward else reads).append(("device kept", task.saved))
                 return reads, writes
             case Op.PARAMETER_GATHER:
                 place = ("device parameters", buffers, task.target)
@@ -397,9 +397,9 @@ class Machine:
                 keeps = kind == "train" and own and task.visit.layer in self.program.saving_layers
                 keeps = keeps and task.visit.part is None
                 passes = (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
-                assert (task.kept is not None) == (keeps and task.visit.phase in passes)
-                if task.kept is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
-                    self._expect(task, ("device kept", task.kept), self._kept(task))
+                assert (task.saved is not None) == (keeps and task.visit.phase in passes)
+                if task.saved is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
+                    self._expect(task, ("device kept", task.saved), self._kept(task))
                 assert (task.gradient is not None) == (task.visit.trained is not None)
                 if task.gradient is not None and not task.first:
                     record = task.visit.trained

@@ -218,6 +218,6 @@ class ActivationPlanner:
         if trace is None and self.layers:
             raise UserError(
                 f"Which outputs of {type(self._stack.model).__name__} to keep cannot be planned: its blocks do not run "
-                "without values. Leave kept_activations out."
+                "without values. Leave saved_activations out."
             )
         return trace

@@ -362,9 +362,9 @@ class StepComputation:
         return apart(buffers.values(index, math.prod(shape), self._dtype)).view(shape)
 
     def _kept(self, task: ComputeTask) -> torch.Tensor | None:
-        if task.kept is None or self._call(task.micro).cache is not None:
+        if task.saved is None or self._call(task.micro).cache is not None:
             return None
-        return apart(self._buffers.activations[Activation.KEPT].bytes(task.kept, self._plan.kept_bytes))
+        return apart(self._buffers.activations[Activation.SAVED].bytes(task.saved, self._plan.saved_bytes))
 
     @contextmanager
     def _earlier_keys(self, task: ComputeTask, layer: int, calls: BlockCalls, backward: bool = False) -> Iterator[None]:
@@ -375,7 +375,7 @@ class StepComputation:
             return
         block, chunk, sums = chunk_survey(self._stack).keys[layer], known(self._plan.batch.chunk), None
         nbytes = block.row_nbytes(cache.length, chunk)
-        flat = self._buffers.activations[Activation.KEPT].bytes(known(task.kept), nbytes)
+        flat = self._buffers.activations[Activation.SAVED].bytes(known(task.saved), nbytes)
         if backward:
             count = block.elements * cache.length + block.state_elements
             sums = apart(self._buffers.key_gradients.values(0, count, torch.float32))

@@ -64,11 +64,11 @@ class Buffers:
             else DeviceBuffers(device, layout.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind))
             for kind in Kind
         }
-        self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.KEPT: plan.kept_bytes}
+        self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.SAVED: plan.saved_bytes}
         """Bytes of each buffer of activations."""
         self.activations = {
             Activation.HIDDEN: DeviceBuffers(device, plan.activation_bytes, counts.device_activations),
-            Activation.KEPT: DeviceBuffers(device, plan.kept_bytes, counts.device_kept),
+            Activation.SAVED: DeviceBuffers(device, plan.saved_bytes, counts.device_saved),
         }
         self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
@@ -80,7 +80,7 @@ class Buffers:
             self.host = HostBuffer(self.shared.nbytes, fd=descriptor).touch()
             self._host_activations = {
                 Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
-                Activation.KEPT: HostBuffer(plan.kept_bytes * counts.host_kept).touch(),
+                Activation.SAVED: HostBuffer(plan.saved_bytes * counts.host_saved).touch(),
             }
         if device.page_locks:
             self.host.page_lock(self.shared.starts())

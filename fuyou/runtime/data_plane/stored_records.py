@@ -76,7 +76,7 @@ class Scratch:
         store_layout, counts, layout = Layout(len(self._directories)), buffers.plan.counts, buffers.layout
         self._activations = {
             kind: [store_layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
-            for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.KEPT, counts.ssd_kept))
+            for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.SAVED, counts.ssd_saved))
         }
         waiting = layout.trainable if gradients else ()
         self._gradients = {

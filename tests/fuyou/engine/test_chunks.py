@@ -184,7 +184,7 @@ def test_steps_and_evaluation_through_all_tiers(
     seen = []
     for chunk in (None, 12):
         if chunk:
-            scarce = SCARCE | {"ssd_activations": 80, "device_kept": 1, "host_kept": 2, "ssd_kept": 12}
+            scarce = SCARCE | {"ssd_activations": 80, "device_saved": 1, "host_saved": 2, "ssd_saved": 12}
             give_buffers(monkeypatch, scarce)
         with engine(tmp_path / str(chunk), config, chunk=chunk, **options) as trained:
             losses = [*train(trained, feed), trained.eval_loss(**feed[0])]
@@ -202,7 +202,7 @@ def test_preferences_and_their_reference_pass_in_chunks(tmp_path: Path, monkeypa
     seen = []
     for chunk in (None, 12):
         if chunk:
-            give_buffers(monkeypatch, {"device_kept": 1, "host_kept": 2, "ssd_kept": 13})
+            give_buffers(monkeypatch, {"device_saved": 1, "host_saved": 2, "ssd_saved": 13})
         with engine(
             tmp_path / str(chunk), tiny_configs()["llama"], chunk=chunk, adapters=adapters, eps=1e-2
         ) as trained:

@@ -28,7 +28,7 @@ from tests.helpers.twin import tiny_configs
 
 STEPS = 4
 SCARCE = {"device_activations": 4, "host_activations": 2, "ssd_activations": 40}
-SCARCE_KEPT = {"device_kept": 2, "host_kept": 2, "ssd_kept": 12}
+SCARCE_SAVED = {"device_saved": 2, "host_saved": 2, "ssd_saved": 12}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def check(
     give_buffers(monkeypatch, counts or {})
     check_exact(
         model, [ssd], dtype=dtype, micro_batch=micro_batch, clip=clip, steps=STEPS, device=device, io=io,
-        device_memory="2GiB" if device != "cpu" else None, kept_activations=kept,
+        device_memory="2GiB" if device != "cpu" else None, saved_activations=kept,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_everything_that_is_queued_ends_late(
 
 def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     QueuedDevice().install(monkeypatch)
-    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_KEPT}, kept=1 << 20)
+    check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_SAVED}, kept=1 << 20)
 
 
 @pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.slow), 1 << 17])
@@ -217,7 +217,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("gpt2", 3, 0.5, {}),
     ("llama-tied", 1, None, {"device_activations": 4, "host_activations": 30}),
     ("llama-tied", 1, 0.5, SCARCE),
-    ("llama", 1, None, {**SCARCE, **SCARCE_KEPT}),
+    ("llama", 1, None, {**SCARCE, **SCARCE_SAVED}),
 ])  # fmt: skip
 def test_equals_the_plain_loop_on_a_gpu(
     family: str, micro_batch: int, clip: float | None, counts: dict[str, int], dtype: str, checkpoints: Path,
@@ -225,7 +225,7 @@ def test_equals_the_plain_loop_on_a_gpu(
 ) -> None:  # fmt: skip
     check(
         checkpoints / family, tmp_path, monkeypatch, device="cuda:0", dtype=dtype, micro_batch=micro_batch, clip=clip,
-        counts=counts, kept=1 << 20 if "device_kept" in counts else 0,
+        counts=counts, kept=1 << 20 if "device_saved" in counts else 0,
     )  # fmt: skip
 
 

@@ -51,7 +51,10 @@ def test_other_cuts_in_each_step_leave_recomputation_as_on_a_cpu(tmp_path: Path)
     model, runs = save("llama", tmp_path / "model"), {}
     for name, branch in (("cpu", nullcontext()), ("cuda", cuda_branch())):
         (tmp_path / name).mkdir()
-        with branch, engine(model, directories(tmp_path / name, 1), micro_batch=2, kept_activations="64KiB") as trained:
+        with (
+            branch,
+            engine(model, directories(tmp_path / name, 1), micro_batch=2, saved_activations="64KiB") as trained,
+        ):
             saved = []
             for batch, cuts in zip(batches(len(CUTS), packed=False), CUTS, strict=True):
                 positions = torch.cat([torch.arange(length) for length in cuts]).expand(ROWS, -1)

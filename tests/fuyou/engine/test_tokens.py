@@ -65,7 +65,7 @@ def cross_entropy_step(trained: fuyou.Engine, batch: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize(("family", "dtype", "micro", "options"), [
     ("llama", "bf16", 1, {"max_grad_norm": 0.5}),
     ("llama", "bf16", 3, {"deferred_fraction": 0.67, "commit_every": 2}),
-    ("gpt2, dropout", "fp32", 1, {"kept_activations": "1MiB"}),
+    ("gpt2, dropout", "fp32", 1, {"saved_activations": "1MiB"}),
     (ROUTED, "bf16", 1, {}),
 ])  # fmt: skip
 @pytest.mark.slow

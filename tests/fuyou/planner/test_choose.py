@@ -77,11 +77,11 @@ def test_the_profile_at_hand_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     choice = choose_settings(RunPlan(job, device, LIMITS, [tmp_path]), agreement)
     assert choice is not None
     assert choice["micro_batch"] == context.memory.batch.micro_rows
-    policy = choice["kept_activations"]
+    policy = choice["saved_activations"]
     assert policy.operators and policy.layers == 8
     two_layers = replace(job, activation_policy=replace(policy, layers=2))
     fixed = choose_settings(RunPlan(two_layers, device, LIMITS, [tmp_path]), agreement)
-    assert fixed is not None and fixed["kept_activations"].layers == 2
+    assert fixed is not None and fixed["saved_activations"].layers == 2
 
 
 def test_a_plan_says_that_writes_were_measured_at_first_only() -> None:

@@ -76,7 +76,7 @@ def test_runs_write_the_bytes_of_each_point(job: TrainingJob, tmp_path: Path) ->
             job.config, ssd=[tmp_path], overwrite=True, device=device,
             device_memory=ON.device_bytes, host_memory=ON.host_bytes, dtype="bf16", batch_shape=(64, 64),
             micro_batch=candidate.micro_rows, deferred_fraction=candidate.deferred_fraction,
-            kept_activations=candidate.activation_policy,
+            saved_activations=candidate.activation_policy,
         ) as engine:  # fmt: skip
             for _ in range(3):
                 engine(input_ids=ids, labels=ids).loss.backward()

@@ -31,7 +31,7 @@ KEYS = {
     "fits", "step_seconds", "tokens_per_second", "flops_per_second", "hardware_flops_per_second", "bound",
     "bound_seconds", "device_peak_bytes", "host_peak_bytes", "ssd_bytes", "ssd_read_bytes_per_step",
     "start_bytes", "start_seconds",
-    "ssd_written_bytes_per_step", "micro_batch", "micro_batches", "deferred_fraction", "kept_activation_bytes",
+    "ssd_written_bytes_per_step", "micro_batch", "micro_batches", "deferred_fraction", "saved_activation_bytes",
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_json_has_what_programs_ask_for(job: TrainingJob) -> None:
     assert content["tokens_per_second"] == pytest.approx(8 * SEQ_LEN / content["step_seconds"])
     assert content["bound"] == max(content["bound_seconds"], key=content["bound_seconds"].get)
     assert content["micro_batch"] * content["micro_batches"] >= 8
-    assert isinstance(content["ssd_bytes"], int) and isinstance(content["kept_activation_bytes"], int)
+    assert isinstance(content["ssd_bytes"], int) and isinstance(content["saved_activation_bytes"], int)
 
 
 @pytest.mark.parametrize(("slow", "bound"), [

@@ -124,14 +124,14 @@ def test_deferring_helps_where_computing_and_the_drives_take_as_long() -> None:
 
 
 def keep(
-    layers: list[int], device: int, micro: int, rates: TaskRates, kept_bytes: int = 10_000
+    layers: list[int], device: int, micro: int, rates: TaskRates, saved_bytes: int = 10_000
 ) -> tuple[float, StepList]:
     """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
     layout = step_layout(LAYERS, False, BF16)
     total = len(layers) * micro
-    counts = replace(COUNTS, device_kept=min(device, total), host_kept=2 if total > device else 0, ssd_kept=total)
+    counts = replace(COUNTS, device_saved=min(device, total), host_saved=2 if total > device else 0, ssd_saved=total)
     scheduler = Scheduler(layout, counts, recomputation=Recomputation(frozenset(layers), 0.75))
-    lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, kept_bytes)) for step in range(1, 5)]
+    lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, saved_bytes)) for step in range(1, 5)]
     return Simulator(layout.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
 
 

@@ -38,12 +38,12 @@ def config(hidden: int = 48, vocabulary: int = 211) -> PreTrainedConfig:
 
 def planner(
     layout: ModelLayout, device: int, host: int, cpu: bool = True, hidden: int = 48, vocabulary: int = 211,
-    kept_layers: int = 0, kept: int = 0,
+    saving_layers: int = 0, kept: int = 0,
 ) -> MemoryPlanner:  # fmt: skip
-    """``kept`` are the bytes that each of ``kept_layers`` blocks keeps of a token."""
+    """``kept`` are the bytes that each of ``saving_layers`` blocks keeps of a token."""
     return MemoryPlanner(
-        layout, config(hidden, vocabulary), device, host, cpu, kept_layers=kept_layers,
-        kept_bytes=lambda batch: kept * batch.micro_tokens,
+        layout, config(hidden, vocabulary), device, host, cpu, saving_layers=saving_layers,
+        saved_bytes=lambda batch: kept * batch.micro_tokens,
     )  # fmt: skip
 
 
@@ -62,22 +62,22 @@ def situations(draw: st.DrawFn) -> dict:
         "precision": draw(st.sampled_from([BF16, FP32])), "rows": draw(st.integers(1, 9)),
         "seq_len": draw(st.sampled_from([1, 7, 128, 1024])), "micro_rows": draw(st.none() | st.integers(1, 4)),
         "cpu": draw(st.booleans()), "hidden": draw(st.sampled_from([48, 1024])),
-        "vocabulary": draw(st.sampled_from([211, 50_000])), "kept_layers": draw(st.sampled_from([0, 0, 1, 3])),
+        "vocabulary": draw(st.sampled_from([211, 50_000])), "saving_layers": draw(st.sampled_from([0, 0, 1, 3])),
         "kept": draw(st.sampled_from([1, 100, 20_000])),
         "device": draw(st.integers(1, 400)) * MEBIBYTE // draw(st.sampled_from([1, 7, 64])),
         "host": draw(st.integers(100, 700)) * MEBIBYTE + draw(st.integers(0, MEBIBYTE)),
     }  # fmt: skip
 
 
-def kept_layers(situation: dict) -> int:
-    return min(situation["kept_layers"], situation["layers"])
+def saving_count(situation: dict) -> int:
+    return min(situation["saving_layers"], situation["layers"])
 
 
 def plan_of(situation: dict, device: int | None = None, host: int | None = None) -> MemoryPlan:
     made = planner(
         step_layout(situation["layers"], situation["tied"], situation["precision"]),
         situation["device"] if device is None else device, situation["host"] if host is None else host,
-        situation["cpu"], situation["hidden"], situation["vocabulary"], kept_layers(situation), situation["kept"],
+        situation["cpu"], situation["hidden"], situation["vocabulary"], saving_count(situation), situation["kept"],
     )  # fmt: skip
     return made.plan(situation["rows"], situation["seq_len"], situation["micro_rows"])
 
@@ -105,10 +105,10 @@ def test_a_plan_is_within_its_limits_or_there_is_none(situation: dict) -> None:
     assert plan.activation_bytes % 4096 == 0
     assert plan.activation_bytes >= batch.micro_tokens * situation["hidden"] * width
     assert 1 <= counts.host_blocks <= max(4, situation["layers"])
-    total = kept_layers(situation) * batch.micro_batches
-    assert plan.kept_bytes % 4096 == 0 and (plan.kept_bytes > 0) == (total > 0)
-    assert min(2, total) <= counts.device_kept <= total
-    assert counts.ssd_kept in (0, total) and (counts.ssd_kept or counts.device_kept + counts.host_kept >= total)
+    total = saving_count(situation) * batch.micro_batches
+    assert plan.saved_bytes % 4096 == 0 and (plan.saved_bytes > 0) == (total > 0)
+    assert min(2, total) <= counts.device_saved <= total
+    assert counts.ssd_saved in (0, total) and (counts.ssd_saved or counts.device_saved + counts.host_saved >= total)
     split = situation["precision"].split
     assert plan.wide_blocks == (split and batch.micro_batches > 1)
     assert plan.wide_non_block == (split and (batch.micro_batches > 1 or plan.head_columns < batch.seq_len))
@@ -140,14 +140,14 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
         * width
         * (not plan.wide_non_block or counts.device_non_block_gradients > 1)
         + counts.device_activations * plan.activation_bytes
-        + counts.device_kept * plan.kept_bytes
+        + counts.device_saved * plan.saved_bytes
         + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_non_block)
     )
     host = (
         (counts.host_blocks + counts.host_block_gradients) * largest[False] * width
         + (counts.host_non_block + counts.host_non_block_gradients) * largest[True] * width
         + counts.host_activations * plan.activation_bytes
-        + counts.host_kept * plan.kept_bytes
+        + counts.host_saved * plan.saved_bytes
         + plan.ring_chunks * plan.chunk_elements * layout.precision.state_bytes
         + sum(layout.records[index].numel for index in plan.resident) * layout.precision.state_bytes
     )
@@ -166,7 +166,7 @@ def test_every_plan_can_be_scheduled(situation: dict, defer: float) -> None:
         return
     micro = plan.batch.micro_batches
     script = [("train", micro, True), ("eval", micro, True), ("train", micro, True), ("train", 1, True)]
-    saving_layers = range(situation["layers"] - kept_layers(situation), situation["layers"])
+    saving_layers = range(situation["layers"] - saving_count(situation), situation["layers"])
     program = build(
         situation["layers"], situation["tied"], plan.counts, script, defer=defer, saving_layers=saving_layers
     )
@@ -201,7 +201,7 @@ def test_less_than_the_error_asks_for_does_not_work(situation: dict) -> None:
         wanted = needs(error)
     micro_tokens = min(situation["micro_rows"] or 1, situation["rows"]) * situation["seq_len"]
     activation = micro_tokens * situation["hidden"] * situation["precision"].parameter_bytes + 4096
-    kept = situation["kept"] * micro_tokens + 4096 if kept_layers(situation) else 0
+    kept = situation["kept"] * micro_tokens + 4096 if saving_count(situation) else 0
     for name in wanted:
         # Two block inputs on the host are requested even where the device turns out to have room for all; and two
         # buffers of kept outputs.

@@ -78,9 +78,9 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     few = st.integers(1, 3)
     saving_layers = draw(st.sets(st.integers(0, layers - 1)))
     kept = len(saving_layers) * most
-    device_kept = draw(st.integers(min(1, kept), kept))
+    device_saved = draw(st.integers(min(1, kept), kept))
     # One place more than what does not fit on the device, or two on the way to the SSDs.
-    host_kept, ssd_kept = draw(st.sampled_from([(kept - device_kept + 1, 0), (2, kept)])) if kept else (0, 0)
+    host_saved, ssd_saved = draw(st.sampled_from([(kept - device_saved + 1, 0), (2, kept)])) if kept else (0, 0)
     counts = BufferCounts(
         device_blocks=draw(st.integers(1, block_records + 1)), device_non_block=draw(st.integers(1, 2)),
         device_block_gradients=draw(few), device_non_block_gradients=draw(st.integers(1, 2)),
@@ -89,7 +89,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         device_adapters=draw(st.integers(1, 2)), device_adapter_gradients=draw(st.integers(1, 2)),
         host_adapters=draw(few), host_adapter_gradients=draw(few),
         device_activations=device, host_activations=host, ssd_activations=ssd,
-        device_kept=device_kept, host_kept=host_kept, ssd_kept=ssd_kept,
+        device_saved=device_saved, host_saved=host_saved, ssd_saved=ssd_saved,
     )  # fmt: skip
     kinds = st.sampled_from(["train", "train", "train", "eval", "flush"])
     entry = st.tuples(kinds, st.integers(1, most), st.booleans())

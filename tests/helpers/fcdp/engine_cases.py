@@ -102,7 +102,7 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     ):
         mine = slice(rank * run.rows // world, (rank + 1) * run.rows // world)
         pieces = max(len(block) for block in engine._run.layout.blocks)
-        outcome = Outcome(engine.step_count, kept=engine.memory_plan.kept_bytes, pieces=pieces)
+        outcome = Outcome(engine.step_count, kept=engine.memory_plan.saved_bytes, pieces=pieces)
         for step in range(engine.step_count + 1, run.steps + 1):
             whole = batch(step, run.rows)
             if not run.packed:

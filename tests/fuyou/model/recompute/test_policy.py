@@ -349,9 +349,9 @@ def test_a_recomputation_follows_only_the_modules_with_short_cuts(
 
 #: Buffers of kept outputs, 3 layers: on the device, on the host, on SSD, as many as can be there.
 TIERS = {
-    "device": {"device_kept": 12},
-    "host": {"device_kept": 1, "host_kept": 12},
-    "ssd": {"device_kept": 2, "host_kept": 2, "ssd_kept": 12},
+    "device": {"device_saved": 12},
+    "host": {"device_saved": 1, "host_saved": 12},
+    "ssd": {"device_saved": 2, "host_saved": 2, "ssd_saved": 12},
 }
 
 
@@ -366,7 +366,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def place(counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every plan have these buffers of kept outputs."""
-    give_buffers(monkeypatch, {"device_kept": 0, "host_kept": 0, "ssd_kept": 0, **counts})
+    give_buffers(monkeypatch, {"device_saved": 0, "host_saved": 0, "ssd_saved": 0, **counts})
 
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "tier", "kept", "clip"), [
@@ -386,12 +386,12 @@ def test_training_equals_the_plain_loop(
     monkeypatch.setattr(fuyou.Engine, "step", lambda self: reports.append(original(self)) or reports[-1])
     check(
         checkpoints / family, directories(tmp_path, 1), dtype=dtype, micro_batch=micro, clip=clip, steps=3,
-        kept_activations=kept,
+        saved_activations=kept,
     )  # fmt: skip
     assert reports[0].recomputation_saved == 0.0  # the first one is watched
     layers = 2 if isinstance(kept, ActivationPolicy) else 3
     for report in reports[1:]:
-        assert report.kept_activation_bytes % (layers * math.ceil(4 / micro)) == 0 < report.kept_activation_bytes
+        assert report.saved_activation_bytes % (layers * math.ceil(4 / micro)) == 0 < report.saved_activation_bytes
         if kept == "1MiB":
             assert report.recomputation_saved == pytest.approx(1.0)
         else:
@@ -412,7 +412,7 @@ def test_dropout_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     return run(), 0.0
 
                 patch.setattr(BlockReplay, "backward", full)
-            with engine(config, directories(tmp_path / name, 1), micro_batch=2, kept_activations="1MiB") as trained:  # type: ignore[arg-type]
+            with engine(config, directories(tmp_path / name, 1), micro_batch=2, saved_activations="1MiB") as trained:  # type: ignore[arg-type]
                 losses = []
                 for batch in batches(3, packed=False):
                     out = trained(**batch)
