@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -122,25 +123,31 @@ class Form:
 
 
 @contextlib.contextmanager
-def limited_rendering() -> Iterator[None]:
+def limited_rendering() -> Iterator[list[tuple[int, int]]]:
     """Limit what a template may take in each rendering by ``apply_chat_template``, but not the tokenizer after it.
+
+    Yields:
+        A list that gets what the template marks as the assistant's, in a call for its mask: first and end character.
 
     Raises:
         LimitExceeded: the template took more.
     """
     render = tokenization_utils_base.render_jinja_template
+    spans: list[tuple[int, int]] = []
 
     def render_limited(*args: Any, **options: Any) -> Any:
         with limited(RENDERING_SECONDS, _RENDERING_MEMORY):
             result = render(*args, **options)
         _check_length(max(map(len, result[0]), default=0), (args, options))
+        for marked in result[1]:
+            spans.extend(marked)
         return result
 
     modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)
     for module in modules:
         module.render_jinja_template = render_limited
     try:
-        yield
+        yield spans
     finally:
         for module in modules:
             module.render_jinja_template = render
@@ -212,11 +219,25 @@ class ChatTemplate:
         """Return the token ids of messages, and for each whether the template ``marks`` it as the assistant's."""
         if not marks:
             return self.render(messages, options), None
-        with limited_rendering():
+        with limited_rendering() as spans:
             out = self._source.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"return_offsets_mapping": True},
+                **options,
             )
-        return list(out["input_ids"]), [bool(bit) for bit in out["assistant_masks"]]
+        # Not "assistant_masks": they end at the first token of a last character that has several, and where a first or
+        # last character has none, they lack all turns from there on, or have them all, the user's among them.
+        starts, ends = [start for start, _ in out["offset_mapping"]], [end for _, end in out["offset_mapping"]]
+        trained = [False] * len(starts)
+        for first, stop in spans:
+            # White space that a tokenizer leaves out of its offsets begins and ends behind it.
+            behind = max(bisect_left(starts, stop), bisect_right(ends, stop))
+            for token in range(bisect_right(ends, first), behind):
+                trained[token] = True
+        return list(out["input_ids"]), trained
 
     def checked(self, chat: Chat, drop_unseen: Tally | None) -> tuple[Chat | None, Form]:
         """Return a conversation in the form that the template takes, and what is known about that form.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers, trainers
+from tokenizers import normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
@@ -259,6 +259,21 @@ def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
     )
     # This one marks what everybody says, which is not believed.
     assert encode_records(marked, record) == [(expected, answers)]
+
+
+@pytest.mark.parametrize("edge", ["\N{PARTY POPPER}", "\N{ZERO WIDTH SPACE}", " "])
+@pytest.mark.parametrize("marks_end", [True, False])
+def test_marked_answers_with_several_tokens_or_none_for_a_character(edge: str, marks_end: bool) -> None:
+    """transformers' mask ends within such an answer, lacks it and all later ones, or has the user's turns, too."""
+    end = "</s>{% endgeneration %}" if marks_end else "{% endgeneration %}</s>"
+    tokenizer = make_tokenizer(MARKED_TEMPLATE.replace("</s>{% endgeneration %}", end))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\N{ZERO WIDTH SPACE}", "")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-NeoX has it
+    answer = f"{edge}Paris.{edge}"
+    chat = [{**turn, "content": answer} if turn["content"] == "Paris." else turn for turn in CONVERSATION]
+    seen = answer.replace("\N{ZERO WIDTH SPACE}", "")
+    [(_, trained)] = encode_records(tokenizer, {"messages": chat})
+    assert trained == f"{seen}</s>The quick brown fox.</s>"
 
 
 @pytest.mark.parametrize("written", ["c.function.arguments", "c.function.arguments + ''"])
