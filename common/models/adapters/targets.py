@@ -1,6 +1,7 @@
 """Names of adapted modules, checked against the model (peft leaves out what it does not find, and says nothing), and
 copies of weights that are trained next to adapters: ``modules_to_save``, and rows of ``trainable_token_indices``."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 
@@ -72,18 +73,29 @@ def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
 
 
 def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: LoraConfig) -> None:
-    """Refuse entries of a configuration that match nothing, which ``peft`` ignores.
+    """Refuse entries of a configuration that match nothing, which ``peft`` ignores, and patterns whose order counts,
+    which it does not keep.
 
     Args:
         names: those of the model's modules and parameters, before adapters were injected.
         adapted: those of the modules and parameters that have adapters.
     """
+    for field, name in itertools.product(_PATTERNS, adapted):
+        entries = getattr(config, field)
+        first, saved_first = (get_pattern_key(order, name) for order in (entries, sorted(entries)))
+        if first != saved_first:
+            raise UserError(
+                f"{field}: {first!r} and {saved_first!r} both match {name}. peft takes the first, but saves them in "
+                "alphabetical order, so the saved adapter would take the other: let no two match one module."
+            )
     for field, entry in unmatched_entries(names, adapted, config):
         if field == "layers_to_transform":
             raise UserError(f"{field}: the model has no layer {entry}.")
         known = adapted if field.endswith("_pattern") else names
         hint = did_you_mean(str(entry), {name.rpartition(".")[2] for name in known})
         what = "module with an adapter" if field in _PATTERNS else "module"
+        if field in _PATTERNS and any(get_pattern_key([str(entry)], name) != name for name in adapted):
+            what, hint = f"{what} that no earlier entry matches", ""
         raise UserError(f"{field}: {entry!r} matches no {what}.{hint}")
 
 
@@ -95,9 +107,9 @@ def unmatched_entries(
 ) -> Iterator[tuple[str, str | int]]:
     """Yield the fields and entries that match nothing by the rules of ``peft``; see :func:`refuse_unmatched`."""
     for field in _PATTERNS:
-        for entry in getattr(config, field):
-            if not any(get_pattern_key([entry], name) != name or entry == name for name in adapted):
-                yield field, entry
+        entries = getattr(config, field)
+        taken = {get_pattern_key(entries, name) for name in adapted}
+        yield from ((field, entry) for entry in entries if entry not in taken)
     excluded = config.exclude_modules
     if isinstance(excluded, str):
         if excluded and not any(re.fullmatch(excluded, name) for name in names):

@@ -151,6 +151,9 @@ def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("fields", "said"), [
     ({"rank_pattern": {"^q_proj": 8}}, r"rank_pattern: '\^q_proj' matches no module with an adapter. .*'q_proj'"),
     ({"alpha_pattern": {"q_proj": 2, "k_proj": 8}}, "alpha_pattern: 'k_proj' matches no module with an adapter"),
+    ({"alpha_pattern": {"q_proj": 2, "self_attn.q_proj": 8}}, "'self_attn.q_proj' matches no .* no earlier entry"),
+    # peft saves the two in the other order, and the first that matches counts: nothing else tells alphas apart.
+    ({"alpha_pattern": {"q_proj": 2, "layers.0.self_attn.q_proj": 8}}, "both match model.layers.0.self_attn.q_proj"),
     ({"layers_to_transform": [1, 7]}, "layers_to_transform: the model has no layer 7"),
     ({"layers_to_transform": [1, 7], "layers_pattern": "layers"}, "layers_to_transform: the model has no layer 7"),
     ({"exclude_modules": ["k_proj", "v_porj"]}, "exclude_modules: 'v_porj' matches no module. .*'v_proj'"),
@@ -163,6 +166,7 @@ def test_entries_that_match_nothing_are_rejected(fields: dict[str, Any], said: s
 
 @pytest.mark.parametrize("fields", [
     {"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 8}, "alpha_pattern": {"q_proj": 2}},
+    {"alpha_pattern": {"layers.0.self_attn.q_proj": 8, "q_proj": 2}},
     {"layers_to_transform": 1, "layers_pattern": ["layers"]},
     {"layers_to_transform": [0, 1], "exclude_modules": ["layers.0.self_attn.q_proj", "k_proj"]},
     {"exclude_modules": r".*\.0\..*"},
