@@ -34,6 +34,7 @@ from common.files import check_data_file, check_output, check_path, nearest_path
 from common.hub import stay_offline
 from common.models.names import check_model
 from common.store.directories import usable_directories
+from common.store.errors import advice_on
 from common.units import counted, format_bytes
 from fuyou.optimizer.process.start import started_early
 
@@ -109,6 +110,9 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
         if rank is not None and type(error).__name__ == "OutOfMemoryError":
             advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
         text = on_one_line(error).removesuffix(".") or "no message"
+        if isinstance(error, OSError) and error.filename is not None and advice_on(error):
+            path = error.filename2 or error.filename  # of a copy, its target
+            return Outcome(1, with_notes(f"{path}: {error.strerror}. {advice_on(error)}", error))
         return Outcome(1, with_notes(f"{type(error).__name__}: {text}.{advice}", error))
 
 

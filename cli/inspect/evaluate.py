@@ -1,6 +1,7 @@
 """Evaluate a model on data, and merge adapters into a model: no training, and no store that stays."""
 
 import math
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -44,6 +45,11 @@ def run_evaluate(settings: Settings) -> None:
     settings = replace(settings, objective=_objective(settings.model))
     parents = settings.drives or [Path()]
     check_apart(settings, None, parents)
+    if unwritable := [parent for parent in parents if not os.access(parent, os.W_OK)]:
+        raise UserError(
+            f"{unwritable[0].absolute()} cannot be written to, and the weights are streamed from files there: "
+            "name another directory with --ssd."
+        )
     with ExitStack() as stack:
         drives = [stack.enter_context(scratch_folder(parent)) for parent in parents]
         trained: dict[str, Any] = {

@@ -144,6 +144,8 @@ class Outputs:
             return f"{path} is missing."
         if path.is_symlink() and not path.exists():
             return f"{path} is a link to {os.readlink(path)}, where nothing is."
+        if path.is_file() and not os.access(path, os.R_OK):
+            return f"{path} cannot be read by this user: look at its owner and its permissions."
         return "" if self._is_intact(file, by_content=True) else f"{path} is not what {what} wrote there."
 
     def damaged_folders(self) -> list[str]:
@@ -165,6 +167,8 @@ class Outputs:
             return ""
         if self._is_of_run:
             return f"To write the result again: finetune export --output {self.directory}."
+        if not (self._files or self.command):
+            return ""  # nor does anything tell that a merge was to be written
         words = self.command or ["finetune", "export", "--model", "BASE", "--adapter", "ADAPTER", "--output"]
         command = shlex.join(words if self.command else [*words, str(self.directory)])
         return f"Move what is damaged elsewhere, then write it again: {command}."

@@ -19,7 +19,7 @@ from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
 from cli.options.command import parse_command_line
 from cli.options.config_file import REMOVED, options_in_files, plain_options
-from cli.options.loss_sum import LossSum, edited_lines
+from cli.options.loss_sum import LossSum, differing_steps, edited_lines
 from cli.options.run_record import (
     COMMITS,
     METRICS,
@@ -122,10 +122,14 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     noted = [LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))]
     losses = max(filter(None, noted), key=lambda each: each.step, default=None)
     other, gaps = list[str](), list[str]()
-    for file in () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS):
+    files = () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS)
+    for file in files:
         assert losses is not None
         if fault := losses.fault(file):
             (other if losses.is_of_another(file) else gaps).append(f"{file} {fault}.")
+            whole = next((each for each in files if not losses.fault(each)), None)
+            if not losses.is_of_another(file) and whole is not None and (steps := differing_steps(file, whole)):
+                other.append(f"{file} has another loss of step {steps[0]:,} than this run.")
     metrics = output / RUN / METRICS
     other += [f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)]
     return other, gaps
@@ -315,6 +319,8 @@ class EarlierRun:
                     f"The run in {self.output} has its store in {places}, and {here} holds the store of another run, "
                     "whose output this was before. Correct --ssd, or give another --output."
                 )
+            if settings.resume and settings.save:
+                self._check_not_behind_result()
             step, seen = self.commit.get("step", 0), 0 if record is None else record.last_step
             is_older = isinstance(step, int) and seen < step  # the manifest may have been edited
             if settings.resume and is_older and (other := self._other_output()) is not None:
@@ -333,6 +339,18 @@ class EarlierRun:
             uncommitted_directories(self.stores)  # which the ranks replace
         elif not self.in_memory:
             remove_uncommitted(self.stores)
+
+    def _check_not_behind_result(self) -> None:
+        """Refuse to replace the result of a step that an older copy of the store does not have."""
+        step, result = (self.commit or {}).get("step"), Outputs.read(self.output)
+        if not isinstance(step, int) or step >= (self.ended_after or 0) or not result.is_whole(RESULT):
+            return
+        weights = next((file for file in result.listed(RESULT) if file.endswith(".safetensors")), result.listed(RESULT)[0])
+        raise UserError(
+            f"The result in {self.output} is that of step {self.ended_after:,}, and the run's store is at step {step:,}, "
+            "from an older copy: copy that of the result back. To continue after step "
+            f"{step:,} and replace the result, move {self.output / weights} elsewhere before."
+        )
 
     def check_replaced(self) -> None:
         """Refuse to replace the store of a run that is continued in another output.

@@ -56,6 +56,12 @@ class LossSum:
         return self.fault(file).startswith("has other")
 
 
+def differing_steps(file: Path, other: Path) -> list[int]:
+    """Return the steps of which two files have lines with other losses: a hash does not tell where lines are lost."""
+    lines, others = _lines(file), _lines(other)
+    return [step for step in lines if lines[step] != others.get(step, lines[step])]
+
+
 def line_sum(line: Mapping[str, Any]) -> int:
     """Return a hash of what a line has besides it and times, as a number: that of a repeated run is the same."""
     content = {name: value for name, value in line.items() if name != LINE_SUM and "throughput" not in name}

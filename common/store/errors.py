@@ -15,20 +15,28 @@ class StoreError(FinetuneError):
 
 def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     """Return the ``StoreError`` for an ``error`` while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
-    what = f"{doing} of {path.name} in {path.parent} failed: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what += ". Free some space there, and start it again."
-    elif error.errno == errno.EFBIG:
-        what += ". This shell or file system allows no larger files: enter `ulimit -f unlimited` before."
-    elif error.errno == errno.EXDEV:
-        what += ". A folder in it is on another file system: move that folder elsewhere, or take another directory."
-    elif error.errno == errno.EIO:
-        what += ". The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
-    elif error.errno == errno.EROFS:
-        what += ". The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        what += ". Look at its owner, its permissions, and its attributes (lsattr)."
-    return StoreError(what if what.endswith(".") else f"{what}.")
+    what = f"{doing} of {path.name} in {path.parent} failed: {(error.strerror or str(error)).removesuffix('.')}."
+    return StoreError(f"{what} {advice_on(error)}".rstrip())
+
+
+def advice_on(error: BaseException) -> str:
+    """Return a sentence about what to do about a file system's error; empty for others."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some space there, and start it again."
+    if number == errno.EFBIG:
+        return "This shell or file system allows no larger files: enter `ulimit -f unlimited` before."
+    if number == errno.EXDEV:
+        return "A folder in it is on another file system: move that folder elsewhere, or take another directory."
+    if number == errno.EIO:
+        return "The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
+    if number == errno.EROFS:
+        return "The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
+    if number in (errno.EACCES, errno.EPERM):
+        return "Look at its owner, its permissions, and its attributes (lsattr)."
+    if number == errno.EISDIR:
+        return "A directory has the name of a file that is read or written there: move it elsewhere."
+    return ""
 
 
 @contextmanager

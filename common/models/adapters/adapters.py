@@ -63,6 +63,7 @@ from common.models.checkpoint.export import (
 from common.models.checkpoint.gguf import source_of
 from common.models.checkpoint.sources import WeightSource
 from common.randomness import own_random_numbers
+from common.store.errors import described
 
 MERGED = "merged"  # Name of the folder inside an adapter directory for the model with these adapters merged into it
 
@@ -273,7 +274,8 @@ class Adapters:
         folder = make_staging_folder(directory)
         replaced = [directory / CONFIG, directory / GGUF]  # an older adapter's may not fit the new weights
         if not self.gguf.obstacle:
-            self.gguf.write(folder / GGUF, values)
+            with described("writing", folder / GGUF):
+                self.gguf.write(folder / GGUF, values)
         if checkpoint is not None:
             base = source_of(checkpoint) or checkpoint.absolute()
             self.config.base_model_name_or_path = snapshot_name(checkpoint) or str(base)
@@ -281,7 +283,8 @@ class Adapters:
             replaced.append(directory / CHAT_TEMPLATE)  # it would win over that in tokenizer_config.json
         self.config.inference_mode = True
         try:
-            self.config.save_pretrained(str(folder))
+            with described("writing", folder / CONFIG):
+                self.config.save_pretrained(str(folder))
         finally:
             self.config.inference_mode = False
         metadata = {CONFIG_DIGEST: config_digest(folder / CONFIG) or "", BASE: self.base}

@@ -313,7 +313,8 @@ class CheckpointWriter:
         self.config.dtype = self.dtype
         if not self.config.architectures or type(self.model).__name__ not in self.config.architectures:
             self.config.architectures = [type(self.model).__name__]
-        self.config.save_pretrained(self.folder)
+        with described("writing", self.folder / "config.json"):
+            self.config.save_pretrained(self.folder)
         if self.model.can_generate():
             # Not save_pretrained: it refuses generation configs that the hub is full of.
             self.model.generation_config.to_json_file(self.folder / GENERATION)
