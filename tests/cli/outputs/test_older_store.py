@@ -44,16 +44,16 @@ def test_edited_losses_are_named_though_another_line_is_lost(tmp_path: Path) -> 
 
 
 def test_files_that_this_user_cannot_read_or_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = Outputs(tmp_path)
+    outputs = Outputs(tmp_path, "id")
     (tmp_path / "model.safetensors").write_text("weights")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "cannot be read by this user" in outputs.fault("model.safetensors")
-    with pytest.raises(UserError, match="cannot be written to.*--ssd"):
+    with pytest.raises(UserError, match=r"cannot be written to.*--ssd"):
         run_evaluate(Settings(model="llama-10m", data=("d.jsonl",)))
 
 
 def test_a_killed_run_is_not_called_a_merge(tmp_path: Path) -> None:
-    assert Outputs(tmp_path).remedy("") == ""
+    assert Outputs(tmp_path, "id").remedy(".") == ""
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EISDIR])
