@@ -345,9 +345,8 @@ class EarlierRun:
         step, result = (self.commit or {}).get("step"), Outputs.read(self.output)
         if not isinstance(step, int) or step >= (self.ended_after or 0) or not result.is_whole(RESULT):
             return
-        weights = next(
-            (file for file in result.listed(RESULT) if file.endswith(".safetensors")), result.listed(RESULT)[0]
-        )
+        files = result.listed(RESULT)
+        weights = next((file for file in files if file.endswith(".safetensors")), files[0])
         raise UserError(
             f"The result in {self.output} is that of step {self.ended_after:,}, and the run's store is at step {step:,}, "
             "from an older copy: copy that of the result back. To continue after step "
