@@ -348,8 +348,8 @@ class EarlierRun:
         files = result.listed(RESULT)
         weights = next((file for file in files if file.endswith(".safetensors")), files[0])
         raise UserError(
-            f"The result in {self.output} is that of step {self.ended_after:,}, and the run's store is at step {step:,}, "
-            "from an older copy: copy that of the result back. To continue after step "
+            f"The result in {self.output} is that of step {self.ended_after:,}, and the run's store is at step "
+            f"{step:,}, from an older copy: copy that of the result back. To continue after step "
             f"{step:,} and replace the result, move {self.output / weights} elsewhere before."
         )
 
