@@ -72,10 +72,13 @@ class Declaration:
         return self.presets in ("models", "clusters") or (self.presets is not None and text.endswith(".toml"))
 
     def complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Complete names of presets, and paths, which may replace them."""
-        assert self.presets is not None
-        names = [CompletionItem(name) for name in sorted(preset_files(self.presets)) if name.startswith(incomplete)]
-        return [*names, CompletionItem(incomplete, type="file")]
+        """Complete the placeholder's words in lower case, names of presets, and paths where it has FILE or DIR."""
+        placeholder = self.metavar or ""
+        names = re.findall("[a-z]+", placeholder)
+        if self.presets is not None:
+            names += sorted(preset_files(self.presets, ".jinja" if self.presets == "chat_templates" else ".toml"))
+        paths = [CompletionItem(incomplete, type="file")] if re.search("FILE|DIR", placeholder) else []
+        return [*(CompletionItem(name) for name in names if name.startswith(incomplete)), *paths]
 
 
 def option(

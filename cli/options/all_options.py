@@ -90,7 +90,9 @@ class DataSettings:
     """Map your column names: prompt=question completion=answer."""
     max_records: int | None = option(None, "N", POSITIVE, needs="data")
     """Take only the first N records of each data set."""
-    chat_template: str | None = option(None, "NAME|FILE", commands=Command.RUN | Command.EVALUATE)
+    chat_template: str | None = option(
+        None, "NAME|FILE", presets="chat_templates", commands=Command.RUN | Command.EVALUATE
+    )
     """Chat template instead of the tokenizer's, saved with the result: alpaca, chatml, gemma, llama-3, mistral,
     zephyr, or a Jinja file."""
     show_data: int | None = option(None, "N", POSITIVE, of_call=True, needs="data")

@@ -175,7 +175,8 @@ class Finetune(click.Group):
         if member is Command.VERIFY:
             params.append(click.Argument(["verify"], nargs=-1, required=True, metavar="DIR..."))
         if member is Command.RECIPE:
-            params.append(click.Argument(["recipe"], required=False, metavar="[NAME]"))
+            complete = Declaration(presets="recipes").complete
+            params.append(click.Argument(["recipe"], required=False, metavar="[NAME]", shell_complete=complete))
         return GroupedCommand(
             name,
             params=params,
@@ -244,9 +245,9 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
         while position < len(args) and not (args[position].startswith("-") and len(args[position]) > 1):
             values.append(args[position])
             position += 1
-        if not values:
+        if not values and position < len(args):
             raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
-        result += [f"{name}={value}" for value in values]
+        result += [f"{name}={value}" for value in values] or [name]  # click completes the value, or says that it lacks
     return result
 
 

@@ -57,7 +57,7 @@ class GroupedOption(click.Option):
             name = declared.flags or f"{name}/--no-{name.removeprefix('--')}"
         elif declared.type is None and Path in (item.type, *get_args(item.type)):
             kwargs["type"] = click.Path(path_type=Path)
-        if declared.presets is not None:
+        if declared.presets is not None or re.search("[a-z]|FILE|DIR", declared.metavar or ""):
             kwargs["shell_complete"] = declared.complete
         if callback is not None:
             kwargs |= {"is_eager": True, "callback": callback}

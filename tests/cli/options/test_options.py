@@ -131,11 +131,12 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     for typed, wanted in {
         "--mod": "plain,--model", "--model llama-7": "plain,llama-7b", "--gpu rtx-409": "plain,rtx-4090",
         "--data a.jsonl b": "file,b", "--schedule lin": "plain,linear", "ver": "plain,verify",
-        "plan --driv": "plain,--drive",
+        "plan --driv": "plain,--drive", "recipe qwen3-8b-l": "plain,qwen3-8b-lora", "--resume ": "plain,auto",
+        "--chat-template chat": "plain,chatml", "--data ": "file,", "--log-to ": "plain,tensorboard",
     }.items():  # fmt: skip
         monkeypatch.setenv("_FINETUNE_COMPLETE", "bash_complete")
         monkeypatch.setenv("COMP_WORDS", f"finetune {typed}")
-        monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) + typed.endswith(" ")))
         with pytest.raises(SystemExit):
             main([])
         assert wanted in capsys.readouterr().out.splitlines(), typed
