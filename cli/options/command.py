@@ -89,6 +89,8 @@ class GroupedCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
+        if sum(word.partition("=")[0] == "--config" for word in args) > 1:
+            raise click.UsageError("--config can be given once: write the options of one file into the other.", ctx)
         try:
             rest = super().parse_args(ctx, repeat_option(args, names))
         except click.NoSuchOption as error:

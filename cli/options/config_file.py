@@ -173,6 +173,8 @@ def effective_config(ctx: click.Context, *, of_run: bool = False) -> str:
     """
     groups: dict[str, list[str]] = {}
     for option in options_in_files(ctx):
+        if option.hidden:
+            continue
         lines = textwrap.wrap(option.help or "", _WIDTH, initial_indent="# ", subsequent_indent="# ")
         entry = "\n".join([*lines, option_as_toml(ctx, option, of_run=of_run)])
         groups.setdefault(option.group, []).append(f"{entry}\n")

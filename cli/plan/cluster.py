@@ -18,7 +18,7 @@ from fcdp.planner import Cluster, Estimate, StrategyPlan, Workload, bytes_per_no
 from fcdp.planner.cluster import group_of, groups_across_leaves, node_order
 from fcdp.planner.search import refusal
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.strategy import AUTO, parse_strategy
+from fcdp.strategy.strategy import AUTO, PRESETS, parse_strategy
 from fuyou.planner.training_job import adapted_as
 
 
@@ -93,27 +93,31 @@ def _node_order(result: StrategyPlan, cluster: Cluster) -> list[int] | None:
 _HEADINGS = (
     "strategy", "P", "G", "OS", "cache", "device", "host", "gather", "reduce", "spread", "inside", "MFU", "step",
 )  # fmt: skip
+_FASTEST = 20  # Strategies that the table has, besides those with a name
 
 
 def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
-    """Return the plan as a table, the fastest strategy first, with details of the chosen strategy."""
+    """Return the plan as a table of the fastest strategies and those with a name, and the choice."""
     levels, choice = cluster.levels, result.choice
     fitting = [estimate for estimate in result.estimates if estimate.fits]
+    shown = [estimate for rank, estimate in enumerate(fitting) if rank < _FASTEST or estimate.name in PRESETS]
     lines = [
-        f"{cluster.title}: {levels.nodes} nodes with {levels.ranks_per_node} devices, "
+        f"{cluster.title}: {counted(levels.nodes, 'node')} with {counted(levels.ranks_per_node, 'device')}, "
         f"{format_bytes(cluster.device_memory_bytes)} each",
         f"{format_count(workload.parameters)} parameters, {format_count(workload.trainable)} of them trainable; "
         f"{counted(workload.micro_batches, 'micro-batch', 'micro-batches')} of {workload.micro_batch} x "
         f"{workload.seq_len} tokens on each device",
         "",
-        f"{len(fitting)} of {len(result.estimates)} strategies fit. gather, reduce, spread: bytes that a node sends to "
-        "others per step; inside: to itself.",
+        f"{len(fitting)} of {counted(len(result.estimates), 'strategy', 'strategies')} fit. gather, reduce, spread: "
+        "bytes that a node sends to others per step; inside: to itself.",
         "c: blocks are computed again in the backward pass. q: sent in fewer bits, so chosen only on request.",
         "",
     ]
-    rows = [_HEADINGS, *(_row(estimate) for estimate in fitting)]
+    rows = [_HEADINGS, *(_row(estimate) for estimate in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(shown) < len(fitting):
+        lines.append(f"and {len(fitting) - len(shown)} more without a name, which --json lists")
     if choice is not None:
         computing = format_seconds(choice.compute_seconds)
         lines += [

@@ -329,9 +329,10 @@ def _lock(directory: Path, deadline: float) -> int:
                 return descriptor
             except BlockingIOError:
                 if time.monotonic() > deadline:
+                    here = "" if FinetuneError.names_flags else "; in this process, close() what is open there first"
                     raise UserError(
-                        f"{directory} is in use by another run. Wait until that has ended, or take another directory; "
-                        "in this process, close() what is open there first."
+                        f"{directory} is in use by another run. Wait until that has ended, or take another directory"
+                        f"{here}."
                     ) from None
                 time.sleep(0.02)
             except OSError as error:

@@ -130,6 +130,6 @@ def refusal(plan: StrategyPlan, cluster: Cluster) -> FinetuneError:
     return FinetuneError(
         f"No strategy fits. The one that needs least, {least.name}, takes {format_bytes(least.memory.device)} of the "
         f"{format_bytes(cluster.device_memory_bytes)} on a device and {format_bytes(least.memory.host)} of the "
-        f"{format_bytes(cluster.host_memory_bytes)} on a node. Use more nodes, a smaller --micro-batch or --seq-len. "
-        "(To train all the same, name a --strategy.)"
+        f"{format_bytes(cluster.host_memory_bytes)} on a node. Use a smaller --micro-batch or --seq-len, "
+        + ("or another --strategy." if len(plan.estimates) == 1 else "more nodes, or name a --strategy to try it.")
     )

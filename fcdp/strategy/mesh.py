@@ -131,8 +131,10 @@ class Scope:
             return Mesh((*levels.sizes[:-1], 1))
         if self.text == "pair":
             if len(levels.sizes) < 3:
+                with_pairs = f"2,{max(1, levels.ranks_per_node // 2)},{levels.nodes}"
                 raise UserError(
-                    f"The cluster's levels are {levels}: there is no pair in them. Declare it: --levels 2,4,16."
+                    f"The cluster's levels are {levels}: there is no pair in them. Write 2x1, or, if the cluster is "
+                    f"measured or has a file, declare pairs: --levels {with_pairs}."
                 )
             return Mesh((levels.sizes[0], *ones[1:]))
         if self.text == "switch":

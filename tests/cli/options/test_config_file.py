@@ -55,6 +55,12 @@ def test_what_is_written_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         "lr = 1e-5", "lr = 1e-05"
     )
     assert parse("--config", write(effective_config(parse_command_line([])))) == parse()
+    assert "export" not in Path("run.toml").read_text()
+
+
+def test_a_second_file_is_refused_instead_of_read_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "qwen3-8b-lora", "--config=run.toml"]) == 2
+    assert "--config can be given once" in capsys.readouterr().err
 
 
 def test_paths_that_no_longer_depend_on_the_folder() -> None:

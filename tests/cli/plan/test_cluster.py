@@ -10,7 +10,7 @@ from common.models.presets import load_config
 from common.units import format_seconds
 from fcdp.planner import Workload, estimate, load_cluster
 from fcdp.strategy.mesh import Levels
-from fcdp.strategy.strategy import parse_strategy
+from fcdp.strategy.strategy import PRESETS, parse_strategy
 from tests.helpers.processes.pairs import with_data
 
 A800 = ["--plan", "--cluster", "a800-hdr", "--model", "llama-7b"]
@@ -41,14 +41,16 @@ def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.C
     assert by_name["zero3"]["p"] == [8, 128]
 
 
-def test_table_names_every_strategy_that_fits_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_the_fastest_strategies_all_names_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--lora-rank", "16"]
     result = planned(capsys, *words)
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "4 micro-batches of 1 x 2048 tokens" in out
-    for strategy in result["strategies"]:
-        assert (f"\n{strategy['name']} " in out) == strategy["fits"]
+    fitting = [strategy["name"] for strategy in result["strategies"] if strategy["fits"]]
+    shown = [name for rank, name in enumerate(fitting) if rank < 20 or name in PRESETS]
+    assert [line.split()[0] for line in out.split("strategy ")[1].split("\n\n")[0].splitlines()[1:-1]] == shown
+    assert f"\nand {len(fitting) - len(shown)} more without a name, which --json lists\n" in out
     assert f"choice: {result['choice']['name']}, " in out
     zero3 = next(strategy for strategy in result["strategies"] if strategy["name"] == "zero3")
     gain = zero3["step_seconds"] / result["choice"]["step_seconds"]
@@ -121,4 +123,7 @@ def test_rejects_in_one_line(words: list[str], message: str, capsys: pytest.Capt
 
 def test_what_does_not_fit_has_the_same_status_as_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*A800, "--nodes", "1", "--model", "gpt3-805b"]) == 1
-    assert "No strategy fits" in capsys.readouterr().err
+    assert "more nodes, or name a --strategy to try it" in capsys.readouterr().err
+    assert main([*A800, "--nodes", "1", "--model", "gpt3-805b", "--strategy", "ddp"]) == 1
+    err = capsys.readouterr().err
+    assert "No strategy fits" in err and "or another --strategy." in err and "name a" not in err

@@ -22,7 +22,7 @@ def pairs(text: str, levels: Levels) -> tuple[tuple[int, int], ...]:
     ("8x256", DGX, "equations 4 and 6"),
     ("4x2", DGX, "equation 7"),
     ("3x1", Levels((2, 3, 4)), "equation 7, for the levels inside a node"),
-    ("pair", DGX, "levels 2,4,16"),
+    ("pair", DGX, "Write 2x1.*levels 2,4,128"),
 ])  # fmt: skip
 def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(text: str, levels: Levels, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
