@@ -428,7 +428,8 @@ class EarlierRun:
             where = f"its store is in {paths}, and not in {looked}. "
             if settings.ssd and Path(record.places[0].path).parent.resolve() == self.output.resolve():
                 moving = shlex.join(["mv", paths, str(self.stores[0])])
-                where += f"To move it there, enter `{moving}`, and then this command again without --leave-ssd"
+                without = " without --leave-ssd" if settings.leave_ssd else ""
+                where += f"To move it there, enter `{moving}`, and then this command again{without}"
             else:
                 where += "Correct --ssd, or name what it is to leave: --leave-ssd"
         return (

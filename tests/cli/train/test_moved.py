@@ -74,7 +74,9 @@ def test_a_store_in_the_output_moves_to_a_drive(
     drive.mkdir()
     assert finetune("--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output).status == 0
     moved = ("--output", output, "--steps", 2, "--resume", "--ssd", drive)
+    assert "this command again. To give it up" in finetune(*moved).err
     refused = finetune(*moved, "--leave-ssd", output)
+    assert "this command again without --leave-ssd" in refused.err
     command = re.search("enter `mv (.+)`", refused.err)
     assert refused.status == 2 and command, refused.err
     shutil.move(*shlex.split(command[1]))
