@@ -197,6 +197,8 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
                 f"Without --adapter, export writes what the run in {folder} has trained, in place of what it wrote "
                 "before: leave --overwrite out."
             )
+        if context.get_parameter_source("eval_data") is ParameterSource.COMMANDLINE:
+            raise UserError("Without --adapter, export evaluates nothing: leave --eval-data out.")
         command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
         if not (folder.is_dir() or context.params["ssd"]):

@@ -78,6 +78,11 @@ def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.dtype if isinstance(each, torch.Tensor) else each for each in arguments)
 
 
+_ONE_KERNEL = {"realize_reads_threshold": 1 << 30, "realize_opcount_threshold": 1 << 30}
+"""Inductor's options for no limits on the length of a kernel. By default all numbers of some GGUF types (Q4_1, Q4_K)
+are written in fp32 by a first kernel, to memory that no plan counts."""
+
+
 @functools.cache
 def _compiled(function: Callable[..., None], *specialized: Any) -> Callable[..., None]:
     """Return ``function`` compiled for arguments of one kind (:func:`_specialized`).
@@ -87,7 +92,7 @@ def _compiled(function: Callable[..., None], *specialized: Any) -> Callable[...,
     """
     copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     # fullgraph: compiling fails as a whole, before anything has been written or added.
-    return torch.compile(copy, fullgraph=True, dynamic=True)
+    return torch.compile(copy, fullgraph=True, dynamic=True, options=_ONE_KERNEL)
 
 
 def quantize_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,9 +15,11 @@ from cli.job.claim import claim
 from cli.job.inputs import check_apart, check_whole
 from cli.job.outputs import RESULT, Outputs
 from cli.job.resolve import resolve
+from cli.options.command import parse_command_line
 from cli.options.option import naming
-from cli.options.run_record import DESCRIPTION, REPLACED, RUN
-from cli.options.settings import Settings
+from cli.options.run_record import CONFIG, DESCRIPTION, REPLACED, RUN
+from cli.options.settings import Settings, settings_of
+from cli.report.results import EvaluationResult
 from cli.train.engine_trainer import EngineTrainer, frozen_engine
 from common.activity import activity
 from common.errors import FinetuneError, UserError, printable
@@ -42,6 +45,12 @@ from fuyou.model.open_model import OpenModel
 
 def run_evaluate(settings: Settings) -> None:
     """Print the loss of a model, with its ``--adapter``, on all of the data; weights are streamed from the drives."""
+    described, result = _evaluated(settings)
+    print(f"data     {described}\neval     {result}", flush=True)
+
+
+def _evaluated(settings: Settings, warns: bool = True) -> tuple[str, EvaluationResult]:
+    """Return a description of the data, and the loss on all of it; a store is on the drives until then."""
     settings = replace(settings, objective=_objective(settings.model))
     parents = settings.drives or [Path()]
     check_apart(settings, None, parents)
@@ -61,7 +70,8 @@ def run_evaluate(settings: Settings) -> None:
         }
         with activity("preparing the model and the data", announced=True):
             job = resolve(replace(settings, ssd=(), **trained))
-        _warn(job.warnings, job.engine.saved_adapter, job.checkpoint, job.engine.dtype)
+        if warns:
+            _warn(job.warnings, job.engine.saved_adapter, job.checkpoint, job.engine.dtype)
         with activity("writing the weights to the drives", announced=True):
             engine = stack.enter_context(frozen_engine(job, drives))
         assert job.held_out is not None
@@ -73,8 +83,8 @@ def run_evaluate(settings: Settings) -> None:
                 f"{job.engine.dtype} is too narrow for this model."
             )
         described = printable(job.held_out.description).replace("\n", "\n         ")
-        print(f"data     {described}\neval     {result}", flush=True)
         job.close()
+    return described, result
 
 
 def _objective(model: str) -> str:
@@ -123,11 +133,13 @@ def merge_adapter(settings: Settings) -> None:
     dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
     saved, precision = SavedAdapter(settings.adapter), Precision.named(dtype)
     _warn(warnings, saved, checkpoint, dtype)
+    make_directory(output)
+    evaluation = _evaluation(settings, checkpoint, dtype)
+    before = "" if evaluation is None else _measured(evaluation, bool(settings.eval_data))
     with activity(f"writing the checkpoint to {output}", announced=True):
         device, plain = torch.device("cpu"), FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
         reader: Any = _AdaptedWeights(model.weights)
-        make_directory(output)
         with claim(settings) as outputs:
             outputs.command = _command(settings, dtype)
             _refuse_run(output / REPLACED, output)  # one that has begun since; it is put back
@@ -141,18 +153,62 @@ def merge_adapter(settings: Settings) -> None:
             outputs.put(RESULT)
             outputs.begin()
     print(f"saved    {output}, for {model.task_type.auto_class}.from_pretrained", flush=True)
+    if evaluation is not None:
+        after = _measured(replace(evaluation, model=str(output), adapter=None), bool(settings.eval_data))
+        print(f"data     {', '.join(evaluation.data)}\nbefore   {before}\nafter    {after}", flush=True)
+    elif (method := method_of(checkpoint)) is not None:
+        print(
+            f"loss     not compared: the weights were {method.name}, and are {dtype} with the adapters added. For the "
+            f"loss before, finetune evaluate {shlex.join(_read(settings))} --data FILE; for that after, "
+            f"finetune evaluate --model {shlex.quote(str(output))} --data FILE",
+            flush=True,
+        )
+
+
+def _measured(evaluation: Settings, is_wanted: bool) -> str:
+    """Return the loss in words; unless it ``is_wanted``, also why it cannot be computed: a merge needs none."""
+    try:
+        return str(_evaluated(evaluation, warns=False)[1])
+    except (FinetuneError, OSError) as error:
+        if is_wanted:
+            raise
+        return f"not computed: {error}"
+
+
+def _evaluation(settings: Settings, checkpoint: Path, dtype: str) -> Settings | None:
+    """Return how to evaluate ``--model`` with ``--adapter``: on ``--eval-data``, or as the run that trained the
+    adapters did if the checkpoint is compressed; None if no data are known."""
+    assert settings.adapter is not None
+    config = settings.adapter.expanduser() / RUN / CONFIG
+    words, data = ["evaluate"], settings.eval_data
+    if config.is_file() and (data or method_of(checkpoint) is not None):
+        trained = parse_command_line(["train", "--config", str(config)]).params
+        is_comparable = trained["objective"] == _objective(settings.model)
+        words += ["--config", str(config)] if is_comparable else []
+        there = is_comparable and all(Path(file).exists() for file in trained["eval_data"])
+        data = data or (trained["eval_data"] if there else ())
+    if not data:
+        return None
+    # Not inside the output, which is read as the model later.
+    words += ["--ssd", str(settings.output_directory.parent), "--dtype", dtype, "--data", *data]
+    words += ["--model", settings.model, "--adapter", str(settings.adapter)]
+    return settings_of("evaluate", parse_command_line(words), tuple(words))
 
 
 def _command(settings: Settings, dtype: str) -> list[str]:
     """Return the command that writes the same again, from any directory."""
+    written = ["--output", str(settings.output_directory.absolute()), "--dtype", dtype]
+    return ["finetune", "export", *_read(settings), *written]
+
+
+def _read(settings: Settings) -> list[str]:
+    """Return the options that name what is merged, from any directory."""
     model = Path(settings.model).expanduser()
-    named: dict[str, Any] = {
+    named = {
         "--model": model.absolute() if model.exists() else settings.model,
         "--adapter": Path(settings.adapter or "").expanduser().absolute(),
-        "--output": settings.output_directory.absolute(),
-        "--dtype": dtype,
     }
-    return ["finetune", "export", *(str(word) for pair in named.items() for word in pair)]
+    return [str(word) for pair in named.items() for word in pair]
 
 
 def _refuse_run(folder: Path, output: Path) -> None:

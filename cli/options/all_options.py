@@ -112,8 +112,8 @@ class DataSettings:
     cut after the last answer that fits. Both are counted; plain text continues in the next row."""
     drop_unseen: bool = option(False, commands=Command.RUN | Command.EVALUATE)
     """Count and leave out conversations with text that the chat template leaves out. Default: an error."""
-    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True)
-    """Held-out data: loss and perplexity before the first and after the last step."""
+    eval_data: tuple[str, ...] = option((), "FILE...", patterns=True, commands=Command.RUN | Command.EXPORT)
+    """Held-out data: loss and perplexity before the first and after the last step, and before and after a merge."""
     eval_split: float | None = option(
         None, "FRACTION", ParsedValue("fraction", parse_part), excludes="eval_data", needs="data"
     )

@@ -10,8 +10,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from common.files import CACHE_VARIABLE
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
+from tests.helpers.models.gguf_files import FAMILIES, FIELDS, write_gguf
 
 FP32 = ("--dtype", "fp32")
 
@@ -86,6 +88,47 @@ def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path,
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one") == AutoTokenizer.from_pretrained(checkpoint)("one")
     check(finetune(*words), 2, "holds a checkpoint already", "--overwrite")
     check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_merging_into_a_gguf_file_says_the_loss_before_and_after(
+    finetune: Finetune, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the held-out data of the adapters' run, on ``--eval-data``, or, without either, with what to type."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS, kinds=("Q4_0",))
+    held_out, other = (tmp_path / f"{name}.jsonl" for name in ("held-out", "other"))
+    held_out.write_text('{"text": "Held out, again and again."}\n')
+    other.write_text('{"text": "Another one, also held out."}\n')
+    adapter, place = tmp_path / "adapter", ("--gpu", "cpu")
+    run = ("--lora-rank", 4, "--lr", "1e-2", "--steps", 3, "--batch-size", 2, "--seq-len", 16, "--eval-data", held_out)
+    done = finetune("--model", file, "--data", data, *place, "--dtype", "bf16", *run, "--output", adapter)
+    assert done.status == 0, done.err
+
+    def exported(name: str, *words: object) -> str:
+        done = finetune("export", "--model", file, "--adapter", adapter, "--output", tmp_path / name, *words)
+        assert done.status == 0, done.err
+        return done.out
+
+    def loss(model: Path, on: Path, *words: object) -> str:
+        shape = ("--batch-size", 2, "--seq-len", 16, "--dtype", "bf16", *place)
+        done = finetune("evaluate", "--model", model, "--data", on, *shape, *words)
+        shown = re.search(r"^eval     (.*)$", done.out, re.MULTILINE)
+        assert shown is not None
+        return shown[1]
+
+    own, given = exported("own"), exported("given", "--eval-data", other)
+    for text, name, on in ((own, "own", held_out), (given, "given", other)):
+        assert f"before   {loss(file, on, '--adapter', adapter)}\n" in text
+        assert f"data     {on}\n" in text and text.endswith(f"after    {loss(tmp_path / name, on)}\n")
+    held_out.unlink()
+    unknown = exported("unknown")
+    assert "loss     not compared: the weights were GGUF (Q4_0), and are bf16" in unknown
+    assert f"finetune evaluate --model {file} --adapter {adapter} --data FILE; " in unknown
+    assert not [path for path in tmp_path.iterdir() if "scratch" in path.name]
+    check(
+        finetune("export", "--output", adapter, "--eval-data", other), 2, "Without --adapter, export evaluates nothing"
+    )
 
 
 @pytest.mark.parametrize("adapts_head", [False, True])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import quantization
 from common.hardware import force_kernels
 from common.models.checkpoint.compressed import tensors
+from common.models.checkpoint.compressed.blocks import BLOCKS
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -79,6 +80,17 @@ def compressed(name: str) -> tuple[list[CompressedParameter], float]:
         tensor = CompressedTensor("e4m3", shape, (128, 128), torch.bfloat16, components)
         offsets = tuple(number * shape[0] * HIDDEN for number in range(EXPERTS))
         return [CompressedParameter(tensor, (HIDDEN, 1), offsets)] * 3, 40
+    if name.startswith("gguf"):
+        count = EXPERTS if name == "gguf experts" else 1
+        rows = INNER // count
+        offsets = tuple(number * rows * HIDDEN for number in range(count))
+        parameters = []
+        for kind in ("Q4_K", "Q6_K", "Q8_0"):
+            codes = Component("codes", UINT8, (rows, BLOCKS[kind].row_nbytes(HIDDEN) or 0))
+            block = (1, BLOCKS[kind].numbers)
+            tensor = CompressedTensor(kind, (rows, HIDDEN), block, torch.float32, (codes,))
+            parameters.append(CompressedParameter(tensor, (HIDDEN, 1), offsets))
+        return parameters, 3  # one each, however many experts
     shape = (EXPERTS, INNER // EXPERTS, HIDDEN)
     scales = Component("scale", UINT8, (*shape[:2], HIDDEN // 32))
     components = (Component("codes", UINT8, (*shape[:2], HIDDEN // 2)), scales)
@@ -86,7 +98,7 @@ def compressed(name: str) -> tuple[list[CompressedParameter], float]:
     return [CompressedParameter(tensor, (shape[1] * HIDDEN, HIDDEN, 1), (0,))] * 3, 40
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 experts", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 experts", "mxfp4", "gguf", "gguf experts"])
 def test_a_compressed_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, most = compressed(name)
     assert sum(each.numel for each in parameters) == MATRICES

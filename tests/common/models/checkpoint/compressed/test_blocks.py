@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._inductor import metrics
 
 from common import quantization
 from common.hardware import force_kernels
@@ -50,14 +51,17 @@ def test_bits_are_those_of_the_package_gguf(kind: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_compiled_bits_are_the_same_for_all_types_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA would run, compiled by Inductor for the processor instead."""
+    """What CUDA would run, compiled by Inductor for the processor instead: a kernel each, without other memory."""
     monkeypatch.setattr(quantization, "_failures", [])
     with force_kernels("cuda"):
         quantization.fuses.cache_clear()
         for kind in BLOCKS:
             tensor, data, expected = random_matrix(kind, 4)
             out = torch.empty(4, 1024)
+            quantization.fuses(out.device)
+            metrics.reset()
             tensor.decode({"codes": torch.from_numpy(data)}, out)
+            assert metrics.generated_kernel_count == 1, kind
             assert_same_bits(out, expected)
     quantization.fuses.cache_clear()
     assert not quantization._failures
