@@ -56,6 +56,7 @@ def run_fused(function: Callable[..., None], device: torch.device, *arguments: A
             return
         except Exception as error:  # Dynamo, Inductor, Triton, or a missing compiler
             _failures.append(f"{type(error).__name__}: {error}")
+            fuses.cache_clear()  # from now on, large matrices are decoded in parts
             warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=3)
     function(*arguments)
 
@@ -74,8 +75,14 @@ def _try(values: torch.Tensor) -> None:
 
 
 def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what PyTorch compiles a function for: the dtypes of tensors, and all other arguments."""
-    return tuple(each.dtype if isinstance(each, torch.Tensor) else each for each in arguments)
+    """Return what PyTorch compiles a function for: of tensors dtype, rank, sizes below 2, and whether they are
+    contiguous, and all other arguments. Square matrices are compiled again."""
+    return tuple(
+        (each.dtype, each.is_contiguous(), *(min(size, 2) for size in each.shape))
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in arguments
+    )
 
 
 _ONE_KERNEL = {"realize_reads_threshold": 1 << 30, "realize_opcount_threshold": 1 << 30}

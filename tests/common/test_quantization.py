@@ -88,6 +88,22 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
     quantization._compiled.cache_clear()
 
 
+def test_more_shapes_than_pytorch_compiles_one_function_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit is 8; each of these has another number of dimensions, or one of size 1."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, backend="eager", fullgraph=True))
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization._compiled.cache_clear()
+    with force_kernels("cuda"):
+        for ranks in range(1, 7):
+            for last in (1, 3):
+                values = torch.zeros((2,) * ranks + (last,))
+                quantization.run_fused(quantization._try, values.device, values)
+                assert (values == 2).all()
+    quantization._compiled.cache_clear()
+    assert not quantization._failures
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_for_the_cpu_it_gives_the_same_bits(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:

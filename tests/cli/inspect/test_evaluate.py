@@ -106,7 +106,8 @@ def test_merging_into_a_gguf_file_says_the_loss_before_and_after(
     assert done.status == 0, done.err
 
     def exported(name: str, *words: object) -> str:
-        done = finetune("export", "--model", file, "--adapter", adapter, "--output", tmp_path / name, *words)
+        words = ("--adapter", adapter, "--output", tmp_path / name, "--dtype", "bf16", *words)
+        done = finetune("export", "--model", file, *words)
         assert done.status == 0, done.err
         return done.out
 
