@@ -148,11 +148,12 @@ def _headers_read_once() -> Iterator[None]:
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
-    original, gguf.GGUFReader = gguf.GGUFReader, functools.cache(lambda path: Reader(path))
+    original = gguf.GGUFReader
+    vars(gguf)["GGUFReader"] = functools.cache(Reader)
     try:
         yield
     finally:
-        gguf.GGUFReader = original
+        vars(gguf)["GGUFReader"] = original
 
 
 def _read(config: PreTrainedConfig, parts: Sequence[Path]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:

@@ -90,6 +90,7 @@ def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path,
     check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_merging_into_a_gguf_file_says_the_loss_before_and_after(
     finetune: Finetune, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
