@@ -85,7 +85,7 @@ def _specialized(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-_ONE_KERNEL = {"realize_reads_threshold": 1 << 30, "realize_opcount_threshold": 1 << 30}
+_ONE_KERNEL: dict[str, Any] = {"realize_reads_threshold": 1 << 30, "realize_opcount_threshold": 1 << 30}
 """Inductor's options for no limits on the length of a kernel. By default all numbers of some GGUF types (Q4_1, Q4_K)
 are written in fp32 by a first kernel, to memory that no plan counts."""
 
