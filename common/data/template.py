@@ -132,7 +132,7 @@ def limited_rendering() -> Iterator[list[tuple[int, int]]]:
     Raises:
         LimitExceeded: the template took more.
     """
-    render = tokenization_utils_base.render_jinja_template
+    render: Any = tokenization_utils_base.render_jinja_template
     spans: list[tuple[int, int]] = []
 
     def render_limited(*args: Any, **options: Any) -> Any:
