@@ -1,6 +1,7 @@
 """Limits on the time and memory that work on a foreign file may take."""
 
 import contextlib
+import os
 import resource
 import signal
 import threading
@@ -29,13 +30,13 @@ def limited(seconds: float | None, memory: int | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    addresses, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    addresses = resource.getrlimit(resource.RLIMIT_AS)
     try:
         if memory is not None:
             most = [_address_space() + memory, *(limit for limit in addresses if limit >= 0)]
             resource.setrlimit(resource.RLIMIT_AS, (min(most), addresses[1]))
         if seconds is not None:
-            signal.signal(signal.SIGALRM, partial(_interrupt, seconds))
+            handler = signal.signal(signal.SIGALRM, partial(_interrupt, seconds))
             # Again each second: an exception that is raised inside of a finalizer is lost.
             signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
         yield
@@ -54,5 +55,8 @@ def _interrupt(seconds: float, number: int, frame: FrameType | None) -> None:
 
 def _address_space() -> int:
     """Return the bytes of addresses that this process uses."""
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read(32).split()[0]) * resource.getpagesize()
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # at a third of the time of `open`
+    try:
+        return int(os.read(file, 32).split()[0]) * resource.getpagesize()
+    finally:
+        os.close(file)

@@ -2,9 +2,11 @@
 
 import re
 
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _CHECKED = 64  # Shortened encodings that are compared with whole ones, before they are trusted
+_SHORT = 64  # Characters of an end whose tokens are remembered, as that of a prompt for an answer
+_ENDS_KEPT = 1024  # Number of these ends
 
 
 class Beginnings:
@@ -24,7 +26,8 @@ class Beginnings:
         self._is_trusted = bool(names) and tokenizer.is_fast
         self._unchecked = _CHECKED
         self._text, self._ids = "", list[int]()
-        self._starts: dict[int, int] = {}  # Of the special tokens in the text before, by their first character
+        self._encoding = BatchEncoding()  # Of the text before
+        self._ends: dict[str, list[int]] = {}  # Tokens of short ends
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with nothing that the tokenizer puts around it."""
@@ -41,18 +44,30 @@ class Beginnings:
     def _continued(self, text: str) -> list[int] | None:
         """Return the tokens of a text most of which begins the one before; None if there is no such special token."""
         for match in reversed(list(self._special.finditer(text, len(text) // 2))):
-            number = self._starts.get(match.start())
-            if number is not None and self._text.startswith(text[: match.end()]):
-                rest = self._tokenizer(text[match.start() :], add_special_tokens=False, verbose=False)
-                return self._ids[:number] + list(rest["input_ids"])
+            if not self._text.startswith(text[: match.end()]):
+                continue
+            number = self._encoding.char_to_token(match.start())
+            if number is not None and self._encoding.token_to_chars(number) == match.span():
+                return self._ids[:number] + self._end(text[match.start() :])
         return None
 
+    def _end(self, text: str) -> list[int]:
+        """Return the tokens of an end; those of the same short end are not made twice."""
+        ids = self._ends.get(text)
+        if ids is None:
+            ids = list(self._encoded(text)["input_ids"])
+            if len(text) <= _SHORT and len(self._ends) < _ENDS_KEPT:
+                self._ends[text] = ids
+        return ids
+
     def _whole(self, text: str) -> list[int]:
-        if not self._is_trusted:
-            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        self._text, self._ids = text, list(encoded["input_ids"])
-        places = {match.start(): match.end() for match in self._special.finditer(text)}
-        spans = enumerate(encoded["offset_mapping"])
-        self._starts = {first: number for number, (first, end) in spans if places.get(first) == end}
-        return list(self._ids)
+        encoding = self._encoded(text)
+        ids = list(encoding["input_ids"])
+        if self._is_trusted:
+            self._text, self._ids, self._encoding = text, ids, encoding
+        return list(ids)
+
+    def _encoded(self, text: str) -> BatchEncoding:
+        return self._tokenizer(
+            text, add_special_tokens=False, verbose=False, return_attention_mask=False, return_token_type_ids=False
+        )

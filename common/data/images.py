@@ -13,6 +13,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from transformers import ProcessorMixin
 
+from common.activity import Activity
 from common.data.batches import IGNORED, Batches, DataConfig, rounded_width
 from common.data.encode import Encoder, RowFitter, check_vocabulary
 from common.data.files import find_files
@@ -35,6 +37,7 @@ from common.data.read import DataRecord, read_records
 from common.data.selection import Counts
 from common.data.shapes import Chat, examples_of_records
 from common.data.unread import noted
+from common.data.workers import in_order
 from common.errors import FinetuneError, UserError
 from common.files import file_when_complete
 from common.store.errors import described
@@ -359,15 +362,22 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
     Lengths and tokens that carry loss are found by running the processor once, and kept in ``cache_dir``.
     """
 
-    def build(path: Path, files: list[Path], _: object) -> None:
-        counts, digest = RowFitter(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
-        encoder = ImageEncoder(processor, config, counts)
-        with described("writing", path), file_when_complete(path) as out:
-            for record in noted(config.selection.read(files), counts, None):
-                for row in encoder.rows(record):
-                    line = json.dumps(asdict(row)).encode() + b"\n"
-                    digest.update(line)
-                    out.write(line)
+    def build(path: Path, files: list[Path], doing: Activity) -> None:
+        counts, digest = Counts(config.seq_len, config.truncate), hashlib.blake2b(digest_size=8)
+        encoder = ImageEncoder(processor, config, part := RowFitter(config.seq_len, config.truncate))
+
+        def encoded(records: Iterator[DataRecord]) -> Iterator[ImageRow]:
+            return itertools.chain.from_iterable(map(encoder.rows, noted(records, part, None)))
+
+        with (
+            described("writing", path),
+            file_when_complete(path) as out,
+            in_order(config.selection, files, encoded, part, counts, doing) as rows,
+        ):
+            for row in rows:
+                line = json.dumps(asdict(row)).encode() + b"\n"
+                digest.update(line)
+                out.write(line)
             counts.check_any_rows(files)
             text = json.dumps(asdict(counts)).encode()
             digest.update(text)

@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,14 +30,16 @@ from common.data.pack import (
     tokenizer_identity,
     write_token_file,
 )
+from common.data.read import DataRecord
 from common.data.selection import Counts
 from common.data.shapes import Item, examples_of_records
 from common.data.unread import noted
+from common.data.workers import in_order
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX
 from common.memory.meter import return_free_memory
 from common.store.directories import DirectoryLock
-from common.units import format_bytes, format_count
+from common.units import format_bytes
 
 Opened = TypeVar("Opened", bound=Batches)
 _SUFFIX = ".tokens"  # End of the names of prepared files
@@ -60,10 +63,10 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     pad = padding_id(tokenizer, config.vocab_size) if kind is None or kind.pad is None else kind.pad
 
     def build(path: Path, files: list[Path], doing: Activity) -> None:
-        counts = RowFitter(config.seq_len, config.truncate, len(files))
+        counts, part = Counts(config.seq_len, config.truncate, len(files)), RowFitter(config.seq_len, config.truncate)
         encoder = Encoder(
             tokenizer,
-            counts,
+            part,
             vocab_size=config.vocab_size,
             every_token=config.every_token,
             is_alone=kind is not None,
@@ -71,15 +74,25 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
         )
         names = config.selection.columns
         counts.prompt_columns = [names.get(name, name) for name in ("prompt", "completion")[: 2 if kind is None else 1]]
-        records = noted(config.selection.read(files), counts, kind)
+
+        def encoded(records: Iterator[DataRecord]) -> Iterator[EncodedSegment]:
+            return encoder.encode(examples_of_records(noted(records, part, None)))
+
+        def rows_of_items(records: Iterator[DataRecord]) -> Iterator[tuple[EncodedSegment, int]]:
+            assert kind is not None
+            for item in kind.items(noted(records, part, kind)):
+                for row in _rows_of_item(item, encoder, kind.name == "texts"):
+                    yield row, item.mark
+
         with write_token_file(path, counts) as add:
             if kind is None:
                 packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)
-                _pack(encoder.encode(examples_of_records(records)), counts, packer, doing)
+                with in_order(config.selection, files, encoded, part, counts, doing) as segments:
+                    _pack(segments, counts, packer)
             else:
-                for item in kind.items(records):
-                    for row in _rows_of_item(item, encoder, kind.name == "texts"):
-                        add(padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad), item.mark)
+                with in_order(config.selection, files, rows_of_items, part, counts, doing) as rows:
+                    for row, mark in rows:
+                        add(padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad), mark)
             counts.check_any_rows(files)
 
     name, identity = "data" if kind is None else kind.name, tokenizer_identity(tokenizer)
@@ -126,6 +139,7 @@ def open_or_build(
             unfinished.unlink(missing_ok=True)
         size = format_bytes(sum(state.st_size for _, state in states))
         doing.what = f"reading {files[0].name if len(files) == 1 else f'{len(files):,} data files'} ({size})"
+        doing.since = time.monotonic()
         build(path, files, doing)
         for file, (_, before) in zip(files, states, strict=True):
             if _is_changed(file, before):
@@ -147,10 +161,8 @@ def _is_changed(file: Path, before: os.stat_result) -> bool:
     return any(getattr(now, name) != getattr(before, name) for name in names)
 
 
-def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder, doing: Activity) -> None:
-    what = doing.what
+def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | Padder) -> None:
     for piece in cut_documents(documents, counts.seq_len):
-        doing.what = f"{what}: {format_count(counts.tokens)} tokens so far"
         trained = int(np.count_nonzero(piece & TRAINED))
         if not trained:
             counts.skipped_tokens += len(piece)

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import shlex
 import sys
 import zlib
@@ -49,6 +50,29 @@ class DataRecord(NamedTuple):
     def where(self) -> str:
         """File and line, for messages."""
         return f"{self.file}, {self.position}"
+
+
+class ReadPosition:
+    """How far files are read that are read one after the other."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._file: IO[bytes] | None = None
+
+    @contextlib.contextmanager
+    def within(self, path: Path, file: IO[bytes]) -> Iterator[None]:
+        """Follow ``file``, which reads ``path``, as long as this context is open."""
+        self._file = file
+        yield
+        self._before, self._file = self._before + path.stat().st_size, None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read, as they are stored; without those of a file that does not tell."""
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return self._before + os.lseek(self._file.fileno(), 0, os.SEEK_CUR)
+        return self._before
 
 
 def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
@@ -105,7 +129,7 @@ def extension_of(path: Path) -> str:
     return (path.with_suffix("") if compressed else path).suffix.lower()
 
 
-def read_records(path: Path) -> Iterator[DataRecord]:
+def read_records(path: Path, position: ReadPosition | None = None) -> Iterator[DataRecord]:
     """Read the records of one file, in order. A text file is one record, ``text``; a long one has one per 64 MiB.
 
     Blank lines between records hold none. Every value of a CSV file is a string, exactly as written, line breaks
@@ -117,13 +141,16 @@ def read_records(path: Path) -> Iterator[DataRecord]:
         check_regular(path)
         if path.stat().st_size == 0:  # no table, but no error either
             return
-        with COMPRESSIONS.get(path.suffix.lower(), Path.open)(path, "rb") as file:
-            for position, value in READERS[extension_of(path)](path, file):
+        with (
+            COMPRESSIONS.get(path.suffix.lower(), Path.open)(path, "rb") as file,
+            (position or ReadPosition()).within(path, file),
+        ):
+            for which, value in READERS[extension_of(path)](path, file):
                 if not isinstance(value, dict):
                     shown = _shown(json.dumps(value))
-                    raise UserError(f'{path}, {position}: expected an object such as {{"text": "..."}}, found {shown}')
-                yield DataRecord(value, path, position)
-                after = f" after {position}"
+                    raise UserError(f'{path}, {which}: expected an object such as {{"text": "..."}}, found {shown}')
+                yield DataRecord(value, path, which)
+                after = f" after {which}"
     except OSError as error:
         raise UserError(f"{path} cannot be read{after}: {error.strerror or error}") from error
     except LimitExceeded as error:

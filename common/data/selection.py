@@ -1,5 +1,6 @@
 """Select records of data files, rename their columns, and count what is prepared of them."""
 
+import copy
 import hashlib
 import itertools
 import json
@@ -12,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
-from common.data.read import DataRecord, extension_of, read_records
+from common.data.read import DataRecord, ReadPosition, extension_of, read_records
 from common.errors import UserError, did_you_mean
 from common.units import counted, format_count
 
@@ -20,6 +21,7 @@ from common.units import counted, format_count
 LAYOUTS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
 _NAMES_KEPT = 20  # Names of columns and keys that nothing reads
+_SUMS = ("documents", "images", "rows", "tokens", "trainable_tokens", "skipped_tokens")  # Counts that add up
 _FIRST_KEPT = 8  # Characters that the tokenizer does not write, and control tokens in texts
 
 
@@ -38,6 +40,12 @@ class Tally:
         self.records += where != self.last
         self.last = where
         self.tokens += tokens
+
+    def merge(self, later: "Tally") -> None:
+        """Add what was counted of the records that follow."""
+        self.records += later.records - bool(later.first and later.first == self.last)
+        self.first, self.last = self.first or later.first, later.last or self.last
+        self.tokens += later.tokens
 
 
 @dataclass
@@ -92,17 +100,39 @@ class Counts:
     def add_unwritten(self, characters: Iterable[str], where: str) -> None:
         """Count a record with characters that the tokenizer does not write; only the first ones are kept."""
         self.unwritten.add(0, where)
-        _keep_first(self.characters, characters)
+        _keep_first(self.characters, sorted(set(characters)))
 
     def add_control(self, names: Iterable[str], where: str) -> None:
         """Count a record whose texts hold names of control tokens; only the first ones are kept."""
         self.control.add(0, where)
-        _keep_first(self.controls, names)
+        _keep_first(self.controls, sorted(set(names)))
 
     def add_unread(self, name: str) -> None:
-        """Count what nothing reads; of many names, only the first ones are kept."""
-        name = name if name in self.unread or len(self.unread) < _NAMES_KEPT else "others"
+        """Count what nothing reads."""
         self.unread[name] = self.unread.get(name, 0) + 1
+
+    def take(self) -> Self:
+        """Return what is counted, and count again from zero."""
+        taken = copy.copy(self)
+        vars(self).update(vars(type(self)(self.seq_len, self.truncate)))
+        return taken
+
+    def merge(self, later: "Counts") -> None:
+        """Add what was counted of the records that follow; of many names that nothing reads, the first ones are
+        kept."""
+        for name, value in vars(later).items():
+            mine = getattr(self, name)
+            if isinstance(value, Tally):
+                mine.merge(value)
+            elif name in _SUMS:
+                setattr(self, name, mine + value)
+        self.longest = max(self.longest, later.longest)
+        _keep_first(self.characters, later.characters)
+        _keep_first(self.controls, later.controls)
+        self.stop_at(later.stops)
+        for name, count in later.unread.items():
+            name = name if name in self.unread or len(self.unread) < _NAMES_KEPT else "others"
+            self.unread[name] = self.unread.get(name, 0) + count
 
     def changes(self) -> list[str]:
         """Describe what is cut and what is left out, each with the place of the first such record."""
@@ -161,7 +191,7 @@ class Counts:
 
 
 def _keep_first(kept: list[str], seen: Iterable[str]) -> None:
-    kept += sorted(set(seen) - set(kept))[: _FIRST_KEPT - len(kept)]
+    kept += [each for each in seen if each not in kept][: _FIRST_KEPT - len(kept)]
 
 
 def _first_ones(kept: list[str]) -> str:
@@ -183,8 +213,8 @@ class RecordSelection:
     takes_held_out: bool = False  # Whether the part that is held out is taken, or all others
     files_of_sets: tuple[int, ...] = ()  # Number of files of each data set, numbered separately; empty for one
 
-    def read(self, files: Sequence[Path]) -> Iterator[DataRecord]:
-        """Read what is taken of the records of ``files``."""
+    def read(self, files: Sequence[Path], position: ReadPosition | None = None) -> Iterator[DataRecord]:
+        """Read what is taken of the records of ``files``; ``position`` follows how far they are read."""
         if any(extension_of(file) == ".txt" for file in files) and (self.held_out or self.limit or self.columns):
             raise UserError(
                 "A .txt file is one text without records: --eval-split, --max-records and --columns are for the other "
@@ -192,7 +222,7 @@ class RecordSelection:
             )
         rest, records, taken = list(files), 0, 0
         for size in self.files_of_sets or (len(rest),):
-            numbered = enumerate(record for file in rest[:size] for record in read_records(file))
+            numbered = enumerate(record for file in rest[:size] for record in read_records(file, position))
             for number, record in itertools.islice(numbered, self.limit):
                 records += 1
                 if not self.held_out or self._is_held_out(number) is self.takes_held_out:

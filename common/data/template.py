@@ -481,7 +481,9 @@ def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
 
 def _appears(text: str, written: str) -> bool:
     text = text.strip()
-    forms = (text, *(json.dumps(text, ensure_ascii=kind)[1:-1] for kind in (False, True)))
+    if text in written:
+        return True
+    forms = (json.dumps(text, ensure_ascii=kind)[1:-1] for kind in (False, True))
     return any(form in written for form in forms) or "".join(text.split()) in "".join(written.split())
 
 

@@ -10,8 +10,6 @@ from common.data.selection import Counts
 from common.data.shapes import Chat
 from common.data.spelling import leaves, texts_of
 
-_CHARACTERS_TESTED = 5000  # Different characters that are tested at most
-
 
 class WrittenText:
     """Counts records with text in whose place the tokenizer writes something else, which is trained there."""
@@ -35,7 +33,7 @@ class WrittenText:
         if names := set(self._control.findall(text)):
             self._counts.add_control(names, where)
         characters = set(text)
-        if new := sorted(characters - self._tested)[: _CHARACTERS_TESTED - len(self._tested)]:
+        if new := sorted(characters - self._tested):
             self._test(new)
         if lost := characters & self._lost:
             self._counts.add_unwritten(lost, where)
