@@ -30,7 +30,7 @@ def limited(seconds: float | None, memory: int | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    addresses = resource.getrlimit(resource.RLIMIT_AS)
+    addresses, handler = resource.getrlimit(resource.RLIMIT_AS), None
     try:
         if memory is not None:
             most = [_address_space() + memory, *(limit for limit in addresses if limit >= 0)]
@@ -55,7 +55,7 @@ def _interrupt(seconds: float, number: int, frame: FrameType | None) -> None:
 
 def _address_space() -> int:
     """Return the bytes of addresses that this process uses."""
-    file = os.open("/proc/self/statm", os.O_RDONLY)  # at a third of the time of `open`
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # each rendering comes here
     try:
         return int(os.read(file, 32).split()[0]) * resource.getpagesize()
     finally:

@@ -1,9 +1,10 @@
 """Data are prepared on several processors: the file and the counts are those of a single one."""
 
+import itertools
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.common.data.conftest import (
 from tests.common.data.templates import tool_conversation
 
 RECORDS = 180
-WORDS = "The quick brown fox jumps over the lazy dog answers a question about France Paris".split()
+WORDS = ["The", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "answers", "a", "question", "Paris"]
 TOOLS = "{{ tools }}" + PLAIN_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] }}")
 
 
@@ -119,9 +120,12 @@ def test_the_first_fault_in_the_files_is_raised(tmp_path: Path, processes: Calla
         file.write_text("\n".join(lines))
 
 
+def _processes(records: Iterable[Any]) -> list[int]:
+    return [os.getpid() for _ in records]
+
+
 def test_a_killed_process_is_an_error_and_none_is_left(tmp_path: Path, processes: Callable[[int], None]) -> None:
     file, first = Path(write_records(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(RECORDS)])), os.getpid()
-    children: list[int] = []
 
     def encode(records: Any) -> Any:
         for record in records:
@@ -135,17 +139,11 @@ def test_a_killed_process_is_an_error_and_none_is_left(tmp_path: Path, processes
         in_order(RecordSelection(), [file], encode, Counts(), Counts(), Activity("")) as results,
     ):
         list(results)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        in_order(
-            RecordSelection(), [file], lambda records: [os.getpid() for _ in records], Counts(), Counts(), Activity("")
-        ) as results,
-    ):
-        for process in results:
-            children += [process] * (process != first)
-            if len(set(children)) == 3:
-                raise KeyboardInterrupt
-    for child in set(children):
+    results = in_order(RecordSelection(), [file], _processes, Counts(), Counts(), Activity(""))
+    with results as processes_of_records:
+        children = list(itertools.islice(processes_of_records, 60))  # as if interrupted
+    assert len(set(children) - {first}) > 1
+    for child in set(children) - {first}:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
 
