@@ -130,6 +130,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watches = contextlib.ExitStack()
         self._drawn = False
+        os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def _begin_in_child(self) -> None:
+        """Draw nothing in a forked process: the thread, which may hold the lock, is not there."""
+        self._lock, self._drawn = threading.RLock(), False
 
     def __enter__(self) -> "Heartbeat":
         if self._is_terminal:

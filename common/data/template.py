@@ -206,8 +206,7 @@ class ChatTemplate:
                 )
             return list(out["input_ids"][0])
         if ask or (messages, options) != self._rendered:
-            with limited_rendering():
-                text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
+            text = self._written(messages, options, ask)
             text = text if ask else text.removesuffix(self._unasked)
         else:
             text = self._rendered_text
@@ -355,12 +354,15 @@ class ChatTemplate:
 
     def _whole_text(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> str | None:
         try:
-            with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
-                text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
-            _check_length(len(text), (messages, options))
-            return str(text)
+            return self._written(messages, options, ask)
         except Exception:  # templates raise any exception
             return None
+
+    def _written(self, messages: list[Message], options: dict[str, Any], ask: bool) -> str:
+        with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
+            text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
+        _check_length(len(text), (messages, options))
+        return str(text)
 
     @cached_property
     def _unasked(self) -> str:
