@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import torch
 
 from common.activity import Activity
-from common.data.read import DataRecord, ReadPosition
+from common.data.read import DataRecord, ReadPosition, extension_of
 from common.data.selection import Counts, RecordSelection
 from common.errors import FinetuneError
 from common.hardware.machine import cpu_count, memory_available_bytes
@@ -35,12 +35,13 @@ _FIRST_BATCHES = 4  # Batches that are encoded before there are other processes:
 _SMALL_BYTES = 4 << 20  # Bytes of data files for which other processes are not worth their start
 _MEMORY = 512 << 20  # Bytes of memory for each process
 _MOST_PROCESSES = 16  # Each reads all records, so that more of them gain little
+_READ_IN_ORDER = (".jsonl", ".csv", ".tsv", ".txt")
 _PIPE_BYTES = 1 << 20  # Bytes of results that wait for their turn, if the system allows
 
 
 def process_count(files: Sequence[Path]) -> int:
     """Return how many processes encode the records of ``files``: one for each processor, if the data are large."""
-    is_text = any(".txt" in file.suffixes for file in files)  # few records, each encoded on all processors
+    is_text = any(extension_of(file) == ".txt" for file in files)  # few records, each encoded on all processors
     if is_text or multiprocessing.current_process().daemon or sum(file.stat().st_size for file in files) < _SMALL_BYTES:
         return 1
     return max(1, min(cpu_count(), memory_available_bytes() // _MEMORY, _MOST_PROCESSES))
@@ -88,7 +89,8 @@ class _Records(Generic[Result]):
         self._doing, self._what = doing, doing.what
         self._size = sum(file.stat().st_size for file in files)
         self._read = 0  # Bytes of the files of which all is encoded
-        if selection.limit is None:
+        # Of other formats, what is read says little: a value as a whole, and tables column by column.
+        if selection.limit is None and all(extension_of(file) in _READ_IN_ORDER for file in files):
             doing.share = lambda: min(1.0, self._read / max(1, self._size))
 
     def results(self) -> Generator[Result, None, None]:
