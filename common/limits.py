@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from common.units import format_bytes
 
@@ -30,7 +31,8 @@ def limited(seconds: float | None, memory: int | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    addresses, handler = resource.getrlimit(resource.RLIMIT_AS), None
+    addresses = resource.getrlimit(resource.RLIMIT_AS)
+    handler: Any = None
     try:
         if memory is not None:
             most = [_address_space() + memory, *(limit for limit in addresses if limit >= 0)]
