@@ -42,7 +42,7 @@ _PIPE_BYTES = 1 << 20  # Bytes of results that wait for their turn, if the syste
 def process_count(files: Sequence[Path]) -> int:
     """Return how many processes encode the records of ``files``: one for each processor, if the data are large."""
     is_text = any(extension_of(file) == ".txt" for file in files)  # few records, each encoded on all processors
-    if is_text or multiprocessing.current_process().daemon or sum(file.stat().st_size for file in files) < _SMALL_BYTES:
+    if is_text or multiprocessing.current_process().daemon or _nbytes(files) < _SMALL_BYTES:
         return 1
     return max(1, min(cpu_count(), memory_available_bytes() // _MEMORY, _MOST_PROCESSES))
 
@@ -87,7 +87,7 @@ class _Records(Generic[Result]):
         self._selection, self._files, self._encode = selection, files, encode
         self._part, self._total = part, total
         self._doing, self._what = doing, doing.what
-        self._size = sum(file.stat().st_size for file in files)
+        self._size = _nbytes(files)
         self._read = 0  # Bytes of the files of which all is encoded
         # Of other formats, what is read says little: a value as a whole, and tables column by column.
         if selection.limit is None and all(extension_of(file) in _READ_IN_ORDER for file in files):
@@ -163,6 +163,15 @@ class _Records(Generic[Result]):
             return
         except BaseException as error:
             sender.send(_sendable(error))
+
+
+def _nbytes(files: Sequence[Path]) -> int:
+    """Return the bytes of files, without those that are gone: reading these says it better."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _limited(records: Iterator[DataRecord]) -> Iterator[DataRecord]:

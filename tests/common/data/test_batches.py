@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -308,11 +308,11 @@ def test_a_file_that_changes_while_it_is_read_is_named(
             file.unlink()
         return real(path, header)
 
-    def read_at_once(*_: object) -> list[DataRecord]:
-        return [DataRecord({"text": "a fox"}, file, "line 1")]
+    def read_at_once(*_: object) -> Iterator[DataRecord]:
+        yield DataRecord({"text": "a fox"}, file, "line 1")
 
     monkeypatch.setattr("common.data.prepare.write_token_file", write)
-    monkeypatch.setattr("common.data.prepare.noted", read_at_once)
+    monkeypatch.setattr("common.data.selection.RecordSelection.read", read_at_once)
     with pytest.raises(UserError, match=r"a\.jsonl has changed while it was read"):
         open_data(DataConfig((str(file),), 64, 1), tokenizer, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -159,8 +159,7 @@ def test_the_header_says_what_is_not_written(jsonl: Callable[..., str], tmp_path
 def test_of_many_characters_the_first_ones_are_named() -> None:
     tokenizer, *_ = TOKENIZERS["left out"]
     encoder = Encoder(tokenizer)
-    for start in (0x4E00, 0x5000):
-        text = "".join(map(chr, range(start, start + 15)))
-        list(encoder.encode(examples_of_records(numbered([{"text": text}]))))
+    records = [{"text": "".join(map(chr, range(start, start + 15)))} for start in (0x4E00, 0x5000)]
+    list(encoder.encode(examples_of_records(numbered(records))))
     assert encoder.fitting.changes()[0].endswith("'一', '丁', '丂', '七', '丄', '丅', '丆', '万', ...")
     assert encoder.fitting.unwritten.records == 2
