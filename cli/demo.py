@@ -79,7 +79,9 @@ def run_demo(settings: Settings, interrupts: Interrupts) -> None:
 
 def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool = False) -> None:
     """Train adapters of a chat model, or all weights of a small one, and print answers before and after."""
-    checkpoint, data, tuned = folder / "checkpoint", folder / "chats.jsonl", folder / "tuned"
+    checkpoint = folder / "checkpoint"
+    data = folder / "chats.jsonl"
+    tuned = folder / "tuned"
     write_chats(data, checkpoint)
     checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint, ignore_errors=True)
     if model is None:

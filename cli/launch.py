@@ -84,7 +84,8 @@ def find_rendezvous(settings: Settings, environment: Mapping[str, str] = os.envi
     if settings.rdzv_endpoint is not None:
         return Rendezvous(nodes, *_parse_endpoint(settings.rdzv_endpoint))
     if in_step:
-        job, step = int(slurm.get("JOB_ID", 0)), int(slurm.get("STEP_ID", 0))
+        job = int(slurm.get("JOB_ID", 0))
+        step = int(slurm.get("STEP_ID", 0))
         port = 20_000 + (job * 31 + step) % 10_000  # several jobs may share a node
         return Rendezvous(nodes, first_host(slurm["STEP_NODELIST"]), port, f"finetune-{job}-{step}")
     if "MASTER_ADDR" in environment:
@@ -160,7 +161,9 @@ class _Launcher:
     """The agent runs in a thread, so that signals interrupt this one while PyTorch waits for the network."""
 
     def __init__(self, settings: Settings, rendezvous: Rendezvous, ranks: int, folder: Path):
-        self._settings, self._rendezvous, self._ranks = settings, rendezvous, ranks
+        self._settings = settings
+        self._rendezvous = rendezvous
+        self._ranks = ranks
         self._folder = folder
         self._address, self._is_here = rendezvous.locate()
         self._signal: int | None = None
@@ -172,7 +175,8 @@ class _Launcher:
         return f" (listening at {self._address})" if self._is_here and self._address != self._rendezvous.host else ""
 
     def run(self) -> None:
-        before, ended = dict(os.environ), Future[str]()
+        before = dict(os.environ)
+        ended = Future[str]()
         os.environ.update(self._variables())
         for number in STATUS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -223,7 +227,9 @@ class _Launcher:
 
         from cli.train.sockets import BACKEND, rendezvous_handler
 
-        settings, rendezvous, timeout = self._settings, self._rendezvous, self._settings.node_timeout
+        settings = self._settings
+        rendezvous = self._rendezvous
+        timeout = self._settings.node_timeout
         meets_at = dataclasses.replace(rendezvous, host=self._address) if self._is_here else rendezvous
         rendezvous_handler_registry.register(BACKEND, rendezvous_handler)
         config = LaunchConfig(

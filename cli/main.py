@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("write", "flush"):
             setattr(sys.stdout, name, _naming_output(getattr(sys.stdout, name)))
     rank = RankProcess() if argv is None and is_rank() else None
-    named_flags, FinetuneError.names_flags = FinetuneError.names_flags, True
+    named_flags = FinetuneError.names_flags
+    FinetuneError.names_flags = True
     try:
         outcome = _outcome(arguments, rank, Interrupts(ends_process=argv is None))
     finally:
@@ -199,7 +200,8 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
             )
         if context.get_parameter_source("eval_data") is ParameterSource.COMMANDLINE:
             raise UserError("Without --adapter, export evaluates nothing: leave --eval-data out.")
-        command, arguments = "train", ("train", *arguments[1:], "--resume", "--export")
+        command = "train"
+        arguments = ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
         if not (folder.is_dir() or context.params["ssd"]):
             raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")

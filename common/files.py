@@ -257,7 +257,9 @@ def read_text_file(path: Path, limit: int = FILE_BYTES) -> str:
     return content.decode()
 
 
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # Parts of a large file that are hashed, evenly spaced, and bytes of each
+# Parts of a large file that are hashed, evenly spaced, and bytes of each
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
 
 
 def sampled_digest(file: Path, size: int) -> str:

@@ -15,7 +15,8 @@ def add_to_wider(total: torch.Tensor, values: torch.Tensor) -> None:
         total.add_(values)
         return
     if total.is_contiguous() and values.is_contiguous():
-        total, values = total.view(-1), values.view(-1)
+        total = total.view(-1)
+        values = values.view(-1)
     rows = max(1, _ELEMENTS * total.size(0) // total.numel())
     for part, more in zip(total.split(rows), values.split(rows), strict=True):
         part.add_(more)

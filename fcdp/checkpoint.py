@@ -37,7 +37,8 @@ FORMAT = 2
 PIECE_BYTES = 16 << 20  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REMEDY = "Restore it from a copy, or begin again with --overwrite, from a checkpoint (--model) if there is one."
-_INCOMPLETE, _DISCARDED = "incomplete", "discarded"
+_INCOMPLETE = "incomplete"
+_DISCARDED = "discarded"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Commit:
                 f"{folder} is a commit in format {version}. This version of the program reads format {FORMAT}. "
                 "Continue the run with the version that began it, or begin again with --overwrite."
             )
-        store, known = content.pop("store", ""), (read_sealed(folder.parent / IDENTITY) or {}).get("store", "")
+        store = content.pop("store", "")
+        known = (read_sealed(folder.parent / IDENTITY) or {}).get("store", "")
         step = content.get("step")
         is_of_another = bool(store and known and store != known)
         if is_of_another or (step is not None and folder.name != _folder_name(step)):
@@ -97,7 +99,9 @@ class Commit:
 
     def load(self, name: str, value: DTensor) -> None:
         """Fill this rank's rows of ``value`` with those saved as tensor ``name``, and compare their checksums."""
-        saved, dtype, shape = self.tensors[name], _DTYPE_NAMES[value.dtype], list(value.shape)
+        saved = self.tensors[name]
+        dtype = _DTYPE_NAMES[value.dtype]
+        shape = list(value.shape)
         if [saved["dtype"], saved["shape"]] != [dtype, shape]:
             raise FinetuneError(
                 f"{self.folder} belongs to another model: {name} is {saved['dtype']} {saved['shape']} there, and "
@@ -105,7 +109,8 @@ class Commit:
             )
         first, last = row_range(value)
         for part, start, stop in self._pieces(name):
-            low, high = max(first, start), min(last, stop)
+            low = max(first, start)
+            high = min(last, stop)
             if low < high:
                 rows = torch.from_numpy(self.read_part(part)).view(value.dtype).view(-1, *shape[1:])
                 with torch.no_grad():
@@ -118,10 +123,13 @@ class Commit:
             for name, file in self.files.items()
         ]
         pieces = [part for name in self.tensors for part, _, _ in self._pieces(name)]
-        count, nbytes, damage = 0, 0, []
+        count = 0
+        nbytes = 0
+        damage = []
         for _, parts in itertools.groupby(sorted(headers + pieces), key=lambda part: part.file):
             for part in parts:
-                count, nbytes = count + 1, nbytes + part.nbytes
+                count = count + 1
+                nbytes = nbytes + part.nbytes
                 try:
                     self.read_part(part)
                 except StoreError as error:
@@ -139,9 +147,13 @@ class Commit:
 
     def read_part(self, part: _Part) -> np.ndarray:
         """Return the bytes of a part; a StoreError if they do not have its checksum."""
-        path, nbytes, data, done = self.folder / part.file, part.nbytes, np.zeros(part.nbytes, np.uint8), 0
+        path = self.folder / part.file
+        nbytes = part.nbytes
+        data = np.zeros(part.nbytes, np.uint8)
+        done = 0
         with opened(path, "reading", os.O_RDONLY) as descriptor:
-            size, expected = os.fstat(descriptor).st_size, self.files[part.file]["nbytes"]
+            size = os.fstat(descriptor).st_size
+            expected = self.files[part.file]["nbytes"]
             if size != expected:
                 raise StoreError(f"{path} has {size:,} bytes instead of {expected:,}. {_REMEDY}")
             while done < nbytes and (count := os.preadv(descriptor, [data[done:].data], part.offset + done)):
@@ -299,7 +311,8 @@ class ShardedCheckpoints:
 
     def _remove(self, step: int) -> None:
         """Remove a commit, which is renamed, and no commit any more, before any of it is deleted."""
-        folder, away = self._folder(step), self.directory / _DISCARDED
+        folder = self._folder(step)
+        away = self.directory / _DISCARDED
         _empty(away)
         with described("renaming", folder):
             folder.rename(away)
@@ -315,7 +328,8 @@ def _write(folder: Path, state: Mapping[str, torch.Tensor]) -> tuple[str, dict[s
     """Write this rank's rows to a new file, which is synced. Ranks that hold the same rows alternate by tensor.
 
     Return the file's name, what the manifest has of it, and the pieces of tensors in it; None if the rank has none."""
-    rank, shards = dist.get_rank(), {}
+    rank = dist.get_rank()
+    shards = {}
     for index, (name, tensor) in enumerate(state.items()):
         value = cast(DTensor, tensor)
         parts = value.device_mesh.size(value.device_mesh.ndim - 1)  # on consecutive ranks

@@ -39,12 +39,14 @@ def find_groups(model: nn.Module) -> list[ParameterGroup]:
     """Return the groups of ``model`` in the order of its modules, except of modules with several, whose collectives
     cannot be replaced."""
     by_id: dict[int, ParameterGroup] = {}
-    unit, outer = 0, "."
+    unit = 0
+    outer = "."
     for name, module in model.named_modules():
         groups = param_groups(module)
         if len(groups) == 1 and id(groups[0]) not in by_id:
             if not name.startswith(outer):
-                unit, outer = unit + 1, f"{name}." if name else outer
+                unit = unit + 1
+                outer = f"{name}." if name else outer
             by_id[id(groups[0])] = group = read(groups[0], name or "root")
             group.unit = unit
     if groups := param_groups(model):
@@ -61,10 +63,12 @@ def read(fsdp: Any, name: str) -> ParameterGroup:
 def measure(group: ParameterGroup, fsdp: Any = None) -> ParameterGroup:
     """Note the sizes of one rank's part of ``group``, which FSDP2 (in ``fsdp``) has just sharded."""
     fsdp = fsdp or param_groups(group.modules[0])[0]
-    policy, dtypes = fsdp.mp_policy, set()
+    policy = fsdp.mp_policy
+    dtypes = set()
     group.cell_numel = group.cell_bytes = group.reduced_cell_bytes = 0
     for sharded in fsdp.fsdp_params:
-        parameter, elements = sharded.sharded_param, sharded._sharded_param_data.numel()
+        parameter = sharded.sharded_param
+        elements = sharded._sharded_param_data.numel()
         dtype = (parameter.is_floating_point() and policy.param_dtype) or parameter.dtype
         dtypes.add(dtype)
         group.cell_numel += elements

@@ -75,7 +75,8 @@ def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[
     blocks = [block for block in blocks if any(True for _ in block.parameters())]
     units = [Unit(names[id(block)], block) for block in blocks]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    embedding, head = _module_of(model, "get_input_embeddings"), _module_of(model, "get_output_embeddings")
+    embedding = _module_of(model, "get_input_embeddings")
+    head = _module_of(model, "get_output_embeddings")
     outer = [module for module in (embedding, head) if module is not None]
     owned = [{id(parameter) for parameter in module.parameters()} for module in outer]
     shared = set.intersection(*owned) if len(owned) == 2 else set()
@@ -108,7 +109,8 @@ def split_units(units: list[Unit], apart: bool = True) -> list[ParameterGroup]:
     claimed: set[int] = set()
     groups: list[ParameterGroup] = []
     for index, unit in enumerate(units):
-        name, modules = unit.name or "root", [unit.module]
+        name = unit.name or "root"
+        modules = [unit.module]
         if apart:
             groups += split_modules(name, modules, claimed, index, units[-1].module)
         else:

@@ -155,7 +155,9 @@ class Forward:
     """Runs the model on this rank's part of each batch, ``micro_batch`` sequences (None: all of them) at once."""
 
     def __init__(self, model: ClusterModel, topology: Topology, micro_batch: int | None):
-        self._model, self._topology, self._micro_batch = model, topology, micro_batch
+        self._model = model
+        self._topology = topology
+        self._micro_batch = micro_batch
         self._left_out = _FOR_THE_LOSS | (set() if takes_positions(model.meta) else {"position_ids"})
         self._separator: DocumentSeparator | None = None
 
@@ -173,10 +175,13 @@ class Forward:
             self._model.family.check_documents(masked=False)
         targets = targets_of(batch["labels"], self._model.family.shifts_labels)
         batch = {**batch, "targets": targets}
-        rows, world, rank = batch["input_ids"].shape[0], self._topology.world_size, self._topology.rank
+        rows = batch["input_ids"].shape[0]
+        world = self._topology.world_size
+        rank = self._topology.rank
         if rows < world:
             raise UserError(f"--batch-size {rows} is less than one sequence for each of {world} ranks.")
-        first, last = rows * rank // world, rows * (rank + 1) // world
+        first = rows * rank // world
+        last = rows * (rank + 1) // world
         count = self.micro_batches(rows)
         width = math.ceil(math.ceil(rows / world) / count)
 

@@ -55,7 +55,8 @@ class Sharding:
         self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
         self._micro_batches = MicroBatches()
         self.has_optimizer = False  # whether an optimizer has the shards: until then they are shown after evaluations
-        device, ranks = topology.device, topology.mesh.get_group()
+        device = topology.device
+        ranks = topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
         self._streams = CopyStreams.on(device)
         memory = DeviceMemory.of(device) if routes.layout.cache == "adaptive" else None
@@ -159,7 +160,8 @@ class Sharding:
         # Imported late: the planner reads models, and a library that brings its own needs none of that.
         from fcdp.planner.workload import Collective, Workload, bytes_per_node, step_collectives
 
-        layout, shards = self.routes.layout, self.routes.shards
+        layout = self.routes.layout
+        shards = self.routes.shards
         trainable = [group for group in self.groups if group.trainable]
         elements, trained, again = (
             shards * sum(group.cell_numel for group in groups)

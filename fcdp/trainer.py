@@ -77,7 +77,8 @@ class Trainer:
         commits: Path,
         adapters: PeftConfig | str | os.PathLike[str] | None = None,
     ):
-        self._topology, self._options = topology, config
+        self._topology = topology
+        self._options = config
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
@@ -197,7 +198,8 @@ class Trainer:
             NonFiniteLoss: loss or gradient is not finite; nothing was updated.
         """
         check_learning_rate(lr)
-        start_time, sent = time.monotonic(), self.sharding.traffic.inter_node
+        start_time = time.monotonic()
+        sent = self.sharding.traffic.inter_node
         step = self.step_count + 1
         seed_run(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + self._topology.rank)
         parts, items = self._forward.split(batch)
@@ -216,7 +218,8 @@ class Trainer:
         finally:
             self._optimizer.zero_grad()  # or the next step would add to it
         self.step_count = step
-        seconds, node_sent = time.monotonic() - start_time, int(all_sent / self._topology.nodes)
+        seconds = time.monotonic() - start_time
+        node_sent = int(all_sent / self._topology.nodes)
         return ClusterStep(step, loss, norm, stopping, seconds, node_sent, aux)
 
     def _forward_and_backward(
@@ -298,7 +301,8 @@ class Trainer:
             merge: also write the model with the adapters merged into it, in a folder inside.
             allow_nonfinite: also export tensors that hold a NaN or an infinity.
         """
-        model, is_rank0 = self._model, self._topology.rank == 0
+        model = self._model
+        is_rank0 = self._topology.rank == 0
         stored = model.source if isinstance(model.source, CheckpointSource) else None
 
         def write(folder: Path, blocks: Iterator[dict[str, torch.Tensor]], unties: bool = False) -> None:

@@ -113,7 +113,9 @@ class EngineConfig(RunConfig):
 
     def _check_types(self) -> None:
         """Refuse values of types that would go unnoticed until the run is half open."""
-        adapters, shape, name = self.weights.adapters, self.memory.batch_shape, self.store.run_name
+        adapters = self.weights.adapters
+        shape = self.memory.batch_shape
+        name = self.store.run_name
         for group in (self, *(getattr(self, name) for name in GROUPS)):
             for item in fields(group):
                 value = getattr(group, item.name)

@@ -48,7 +48,8 @@ def run_chat(settings: Settings) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     with activity(f"loading {settings.model}", announced=True):
         companions = Companions(checkpoint, None if adapter is None else adapter.directory)
-        tokenizer, model = _tokenizer(companions, config), _model(checkpoint, adapter)
+        tokenizer = _tokenizer(companions, config)
+        model = _model(checkpoint, adapter)
     watched.check()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     ends = stops_of(model.generation_config)

@@ -76,9 +76,11 @@ def run_check(settings: Settings) -> None:
     directories = directories_at_hand(settings, writable=False)
     precision = Precision.named(settings.dtype if settings.dtype in DTYPES else "bf16", settings.optimizer)
     job = job_at_hand(settings, device_name(settings.gpu)) if settings.model else None
-    gpus, problems = list_gpus(), [*machine_problems(), *filter(None, [slow_updates(precision)])]
+    gpus = list_gpus()
+    problems = [*machine_problems(), *filter(None, [slow_updates(precision)])]
     available = f"{format_bytes(memory_available_bytes())} available"
-    limit, memory = memory_limit_bytes(), psutil.virtual_memory().total
+    limit = memory_limit_bytes()
+    memory = psutil.virtual_memory().total
     limited = f"; the control group allows {format_bytes(limit)}" if limit < memory else ""
     _section("versions", versions().items())
     machine = {
@@ -133,7 +135,8 @@ def drive_problems(drives: Sequence[MeasuredDrive], model: str | None, needed: i
     """Yield what makes drives slow, or no drives, and whether ``model``, whose records take ``needed`` bytes, fits."""
     on_nvme = "Give a directory on a local NVMe drive with --ssd; --output may stay."
     for measured in drives:
-        drive, where = measured.drive, measured.drive.directory
+        drive = measured.drive
+        where = measured.drive.directory
         if drive.is_in_memory:
             yield f"{where} is {drive.file_system}: it takes host memory instead of a drive.", on_nvme
         elif drive.is_over_a_network:
@@ -143,7 +146,8 @@ def drive_problems(drives: Sequence[MeasuredDrive], model: str | None, needed: i
         elif not measured.direct:
             system = drive.file_system or "The file system"
             yield f"{system} of {where} has no direct I/O: the page cache takes memory.", "ext4 and xfs have it."
-        preset, read = drive.preset, measured.rates.read
+        preset = drive.preset
+        read = measured.rates.read
         if preset is not None and read < 0.5 * preset.read_bytes_per_second:
             promised = preset.read_bytes_per_second / 1e9
             yield (
@@ -172,7 +176,8 @@ def measure_drive(directory: Path) -> MeasuredDrive:
 
 
 def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
-    drive, rates = measured.drive, measured.rates
+    drive = measured.drive
+    rates = measured.rates
     io = "direct I/O" if measured.direct else "through the page cache"
     return [
         ("directory", str(drive.directory)),
@@ -318,7 +323,8 @@ def _faults(files: Outputs) -> list[str]:
             f"has written can be checked: move its result elsewhere, then finetune export --output {output} writes it "
             "again.",
         ]
-    record, saves = RunRecord.read(output), _saves(output)
+    record = RunRecord.read(output)
+    saves = _saves(output)
     faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0], *faults_of_references(output)]
     faults += faults_of_store(output)
     if record is None and not files.files:
@@ -332,8 +338,11 @@ def _faults(files: Outputs) -> list[str]:
 
 def _description_faults(output: Path) -> Iterator[str]:
     """Yield what is wrong with the description of a run, without which its store is not found elsewhere."""
-    path, content = output / RUN / DESCRIPTION, read_json(output / RUN / DESCRIPTION)
-    stores, record, what = content.get("stores"), RunRecord.read(output), ""
+    path = output / RUN / DESCRIPTION
+    content = read_json(output / RUN / DESCRIPTION)
+    stores = content.get("stores")
+    record = RunRecord.read(output)
+    what = ""
     if not path.exists():
         what = "is missing" if any((output / RUN / name).exists() for name in (CONFIG, METRICS)) else ""
     elif not content:

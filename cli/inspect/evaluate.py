@@ -126,18 +126,21 @@ def merge_adapter(settings: Settings) -> None:
     check_apart(settings, output)
     _refuse_run(output, output)
     Outputs.read(output).check_for(settings, resumes=False)
-    watched, warnings = WatchedFiles(settings.model, settings.adapter), check_whole(settings)
+    watched = WatchedFiles(settings.model, settings.adapter)
+    warnings = check_whole(settings)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
         raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
     dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
-    saved, precision = SavedAdapter(settings.adapter), Precision.named(dtype)
+    saved = SavedAdapter(settings.adapter)
+    precision = Precision.named(dtype)
     _warn(warnings, saved, checkpoint, dtype)
     make_directory(output)
     evaluation = _evaluation(settings, checkpoint, dtype)
     before = "" if evaluation is None else _measured(evaluation, bool(settings.eval_data))
     with activity(f"writing the checkpoint to {output}", announced=True):
-        device, plain = torch.device("cpu"), FrozenDtype.PLAIN
+        device = torch.device("cpu")
+        plain = FrozenDtype.PLAIN
         model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
         reader: Any = _AdaptedWeights(model.weights)
         with claim(settings) as outputs:
@@ -180,7 +183,8 @@ def _evaluation(settings: Settings, checkpoint: Path, dtype: str) -> Settings | 
     adapters did if the checkpoint is compressed; None if no data are known."""
     assert settings.adapter is not None
     config = settings.adapter.expanduser() / RUN / CONFIG
-    words, data = ["evaluate"], settings.eval_data
+    words = ["evaluate"]
+    data = settings.eval_data
     if config.is_file() and (data or method_of(checkpoint) is not None):
         trained = parse_command_line(["train", "--config", str(config)]).params
         is_comparable = trained["objective"] == _objective(settings.model)

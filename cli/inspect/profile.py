@@ -32,7 +32,8 @@ def run_profile(settings: Settings) -> None:
     """Measure with the micro-batch of a run with these options, save the profile, and print it."""
     directories = directories_at_hand(settings)
     plan = plan_at_hand(settings, device_name(settings.gpu), directories)
-    device, workload = plan.device, plan.workload
+    device = plan.device
+    workload = plan.workload
     print(f"machine  {describe_machine()}")
     dtype = next(name for name, dtype in DTYPES.items() if dtype == workload.precision.dtype)
     print(

@@ -46,7 +46,8 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
             with outputs.held(settings):
                 yield outputs
             return
-        earlier, outputs = outputs, Outputs(directory, uuid.uuid4().hex, launch)
+        earlier = outputs
+        outputs = Outputs(directory, uuid.uuid4().hex, launch)
         try:
             earlier.set_aside(settings, outputs.id)
             outputs.write()

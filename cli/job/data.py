@@ -175,7 +175,8 @@ class _Opener:
         return mixed, mixed.digest
 
     def held_out(self) -> Batches | None:
-        source, config = self.source, replace(self.config, shuffle=False)
+        source = self.source
+        config = replace(self.config, shuffle=False)
         if source.held_out:
             with naming(source.held_out_option):
                 selection = RecordSelection(source.selection.columns)
@@ -188,7 +189,8 @@ class _Opener:
             return self._open(replace(config, files=source.files, selection=selection))
 
     def _open(self, config: DataConfig) -> PackedBatches | ImageBatches:
-        source, model = self.source, self.model
+        source = self.source
+        model = self.model
         if not (model.task_type is TaskType.IMAGE_TEXT_TO_TEXT and any_images(config.files)):
             return open_data(config, self.tokenizer, token_cache(config.files, source.output, source.shared))
         if source.objective != "sft":

@@ -151,7 +151,8 @@ class Job:
         checkpoint does not stop."""
         if not (self.settings.save and self.model.task_type.generates):
             return []
-        stops, saved = list(self.batches.stops), self.engine.saved_adapter
+        stops = list(self.batches.stops)
+        saved = self.engine.saved_adapter
         if saved is not None and (saved.directory / FILE).is_file():
             stops += stops_of(generation_config_of(self.choice.config, saved.directory))
         known = stops_of(self.generation_config)
@@ -193,7 +194,8 @@ class Job:
         adapters = self.model.adapters
         if adapters is None:
             return ""
-        count, share = adapters.trained_count, adapters.trained_count / self.parameters
+        count = adapters.trained_count
+        share = adapters.trained_count / self.parameters
         what = f"{format_count(count)} parameters, {share:.2%} of the model's, on {adapters.where}"
         return f"{self.settings.adapters_in_words}: {what}"
 
@@ -240,11 +242,13 @@ class Job:
         if method is None:
             is_rounded = self.engine.weights.frozen_dtype not in ("int8", "nf4")
             return rounding(self.checkpoint, self.engine.dtype) if is_rounded else ""
-        stored, dtype = f"{method.name} in the checkpoint", self.engine.dtype
+        stored = f"{method.name} in the checkpoint"
+        dtype = self.engine.dtype
         is_adapted = self.model.adapters is not None
         keeps_bytes = self.engine.weights.frozen_dtype in (None, "checkpoint")
         if is_adapted and keeps_bytes and self.training is not None:
-            exception, widened = "", self.stored.layout.widened
+            exception = ""
+            widened = self.stored.layout.widened
             if widened:
                 exception = f" (but for {format_count(widened)}, whose tensors blocks in pieces would cut)"
             if isinstance(method, Gguf) and method.others:

@@ -97,6 +97,7 @@ def job_at_hand(settings: Settings, device: str) -> TrainingJob:
 
 def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path]) -> RunPlan:
     """Return the plan of this run on this machine."""
-    opened, memory = open_device(device), settings.engine.memory
+    opened = open_device(device)
+    memory = settings.engine.memory
     limits = memory_limits(opened, memory.host_memory, memory.device_memory)
     return RunPlan(job_at_hand(settings, device), opened, limits, directories)

@@ -110,7 +110,8 @@ class ModelChoice:
 
     def check_head(self) -> None:
         """See whether the objective can train its head, or a new one can be had in its place."""
-        task, objective = self.task_type, self.objective
+        task = self.task_type
+        objective = self.objective
         if task is TaskType.SEQUENCE_CLASSIFICATION and OBJECTIVES[objective].classifies:
             problem = getattr(self.config, "problem_type", None)
             if problem not in (None, "single_label_classification"):
@@ -165,7 +166,8 @@ class ModelChoice:
         known = self.config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
         pad = next((int(token) for token in known if token is not None), 0)
         self._check_base(self.checkpoint, outputs)
-        new, base = classifier_config(self.config, classes, pad), outputs.directory / BASE
+        new = classifier_config(self.config, classes, pad)
+        base = outputs.directory / BASE
         is_there = outputs.is_whole(BASE)
         if is_there:
             before, _ = load_config(str(base))

@@ -41,7 +41,10 @@ from common.store.errors import described
 FILES = "files.json"  # Name of the list, next to the run's description
 HISTORY_FILE = "losses.jsonl"  # File in the output directory; the same whenever the run is repeated
 PAGE = "index.html"  # File in the run's directory to look at
-CHECKPOINTS, BEST, STEP = "checkpoints", "best", "step-"  # Folder of checkpoints, and what their names begin with
+# Folder of checkpoints, and what their names begin with
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+STEP = "step-"
 BASE = "base"  # Folder with the language model as a classifier, before training
 RESULT = "."  # Name of what a run writes into the output directory itself
 
@@ -81,7 +84,9 @@ class Outputs:
     """
 
     def __init__(self, directory: Path, id: str, launch: str = "", files: dict[str, State] | None = None):
-        self.directory, self.id, self.launch = directory, id, launch
+        self.directory = directory
+        self.id = id
+        self.launch = launch
         self.has_begun = False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
         self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
@@ -91,7 +96,8 @@ class Outputs:
     @classmethod
     def read(cls, directory: Path) -> "Outputs":
         """Return what the run in ``directory`` has listed; that of an earlier version is known by its names."""
-        content, id = read_json(directory / RUN / FILES), read_description(directory).get("id")
+        content = read_json(directory / RUN / FILES)
+        id = read_description(directory).get("id")
         if id and content.get("id", id) != id:
             content = {}  # the list of another run
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
@@ -139,7 +145,8 @@ class Outputs:
 
     def fault(self, file: str) -> str:
         """Return a sentence about a listed file that is missing or has other content; empty if it is as listed."""
-        path, what = self.directory / file, "the run" if self._is_of_run else "finetune export"
+        path = self.directory / file
+        what = "the run" if self._is_of_run else "finetune export"
         if not os.path.lexists(path):
             return f"{path} is missing."
         if path.is_symlink() and not path.exists():
@@ -195,7 +202,8 @@ class Outputs:
         """
         targets = {}
         for file in self.listed(name):
-            path, digest = self.directory / file, self._files[file][2]
+            path = self.directory / file
+            digest = self._files[file][2]
             if digest == _NOT_REGULAR and path.is_symlink():
                 targets[path.readlink()] = content_digest(path)
             elif digest.startswith(_LINK):
@@ -347,7 +355,8 @@ class Outputs:
         Raises:
             UserError: files that the run has not written are in their place; nothing was changed.
         """
-        folder, target = self.partial(name), self.directory / name
+        folder = self.partial(name)
+        target = self.directory / name
         self.check_in_place()
         others = [] if name == RESULT else self._others(target, is_mine=False)
         names = {target / entry.name for entry in folder.iterdir()}
@@ -403,7 +412,8 @@ class Outputs:
 
     def _remove_folder(self, name: str) -> None:
         """Remove the listed files of a folder: all at once if it has no others, so that no part of it is loaded."""
-        files, target = self.listed(name), self.directory / name
+        files = self.listed(name)
+        target = self.directory / name
         retired = f"{name}{_RETIRED}"
         if name != RESULT and target.is_dir() and not self._others(target, is_mine=False):
             self.discard(retired)

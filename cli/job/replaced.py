@@ -22,7 +22,9 @@ from common.store.manifest import MANIFEST_FILE
 
 JOURNAL = "journal.json"  # File in the folder of what was set aside: its files, who replaces it, how the stores were
 _IS_OVER = "is_over"  # Key in the journal, once the files are to be removed, and not to be put back any more
-_PLACES, _IS_OURS = "places", "is_ours"  # Keys of the earlier run's directories, and of whether this output began them
+# Keys of the earlier run's directories, and of whether this output began them
+_PLACES = "places"
+_IS_OURS = "is_ours"
 
 
 def has_journal(directory: Path) -> bool:

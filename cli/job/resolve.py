@@ -54,7 +54,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     engine = settings.engine
     if settings.steps is not None:
         settings.warmup.steps(settings.steps)
-    earlier, fixed = EarlierRun.of(settings), fixed_options(settings)
+    earlier = EarlierRun.of(settings)
+    fixed = fixed_options(settings)
     if settings.resume and settings.nodes is None:  # several nodes say together which one lacks what
         earlier.check(fixed)
     template = ChatTemplate.named(settings.chat_template, earlier.day(settings.resume))
@@ -95,9 +96,11 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         _ = plan and plan.memory  # budgets that are too small come out before the data are read
 
     # The data, opened.
-    family, held_out = family_of(model.base), None
+    family = family_of(model.base)
+    held_out = None
     if tokenizer is None:
-        batches, data_key = source.random(choice, family), RANDOM_TOKENS
+        batches = source.random(choice, family)
+        data_key = RANDOM_TOKENS
     else:
         batches, data_key, held_out = source.open(choice, family, tokenizer)
     total = settings.steps
@@ -107,7 +110,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
 
     # The plan.
-    seq_len, rows = getattr(batches, "seq_len", choice.seq_len), settings.batch_size * batches.rows_per_item
+    seq_len = getattr(batches, "seq_len", choice.seq_len)
+    rows = settings.batch_size * batches.rows_per_item
     images = isinstance(batches, ImageBatches) or isinstance(held_out, ImageBatches)
     engine = engine.with_options(
         batch_shape=(rows, seq_len), packed=batches.packed, images=images, padded=images or settings.traits.classifies
@@ -163,14 +167,16 @@ def _plan(
     training = job_of_run(settings.model, engine, model, rows, seq_len, stored)
     if settings.nodes is not None:
         return training.among(Share(settings.nodes, settings.gpus_per_node or 1)), None
-    opened, memory = open_device(device), engine.memory
+    opened = open_device(device)
+    memory = engine.memory
     limits = memory_limits(opened, memory.host_memory, memory.device_memory)
     return training, RunPlan(training, opened, limits, engine.store.drives)
 
 
 def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, DataSource]:
     """Return the model and the data that the options name, which are there."""
-    objective, output = settings.objective, settings.output_directory
+    objective = settings.objective
+    output = settings.output_directory
     adapter = None if settings.adapter is None else settings.adapter.expanduser()
     choice = ModelChoice(settings.model, objective, settings.seq_len, template, settings.seed, adapter)
     choice.check_head()
@@ -244,7 +250,8 @@ def check_start(settings: Settings, ranks_per_node: int) -> None:
     earlier = EarlierRun.of(settings)
     _named(settings, ChatTemplate.named(settings.chat_template, earlier.day(settings.resume)))
     ssd = _directories(settings, bool(settings.resume))
-    commits, has_commit = ssd[0] / settings.store_name, earlier.commit is not None
+    commits = ssd[0] / settings.store_name
+    has_commit = earlier.commit is not None
     if has_commit and not (settings.resume or settings.overwrite):
         raise UserError(
             f"{commits} holds a run already: add --resume to continue it, --overwrite to replace it, or give "

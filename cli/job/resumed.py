@@ -71,13 +71,16 @@ _BY_CONTENT = {
 
 
 # Keys of what the files of a result are made of besides weights: files of the model by name, and what options name.
-_FILES, _OF_ADAPTER, _OF_TEMPLATE = "files of the model", "--adapter", "--chat-template"
+_FILES = "files of the model"
+_OF_ADAPTER = "--adapter"
+_OF_TEMPLATE = "--chat-template"
 
 
 def files_of_result(job: Job) -> dict[str, str]:
     """Return a hash of each file besides weights that goes into what the job writes, as it is now."""
     files: dict[str, str] = {}
-    saved, companions = job.engine.saved_adapter, job.companions
+    saved = job.engine.saved_adapter
+    companions = job.companions
     if companions is not None:
         for (folder, name), digest in companions.digests().items():
             files[f"{_OF_ADAPTER} {name}" if folder == companions.adapter else name] = digest
@@ -99,16 +102,20 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) == now.get(name):
             continue
-        file, option = f"{job.checkpoint}/{name}", "--model"
+        file = f"{job.checkpoint}/{name}"
+        option = "--model"
         if name == _OF_TEMPLATE:
-            file, option = "the chat template", _OF_TEMPLATE
+            file = "the chat template"
+            option = _OF_TEMPLATE
         elif name == _OF_ADAPTER:
             assert job.engine.saved_adapter is not None
-            file, option = f"{job.engine.saved_adapter.directory / GENERATION}", _OF_ADAPTER
+            file = f"{job.engine.saved_adapter.directory / GENERATION}"
+            option = _OF_ADAPTER
         elif name.startswith(f"{_OF_ADAPTER} "):
             assert job.engine.saved_adapter is not None
             name_there = name.removeprefix(f"{_OF_ADAPTER} ")
-            file, option = f"{job.engine.saved_adapter.directory / name_there}", _OF_ADAPTER
+            file = f"{job.engine.saved_adapter.directory / name_there}"
+            option = _OF_ADAPTER
         how = "has changed" if name in before and name in now else "is gone" if name in before else "was added"
         raise UserError(
             f"{file} {how} since this run began, and would be part of its result: undo that, or give {option} with "
@@ -121,7 +128,8 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     those that have the losses of another run, and about those that lack lines."""
     noted = [LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))]
     losses = max(filter(None, noted), key=lambda each: each.step, default=None)
-    other, gaps = list[str](), list[str]()
+    other = list[str]()
+    gaps = list[str]()
     files = () if losses is None else (output / HISTORY_FILE, output / RUN / METRICS)
     for file in files:
         assert losses is not None
@@ -150,7 +158,8 @@ def faults_of_references(output: Path) -> list[str]:
 
 def faults_of_store(output: Path) -> list[str]:
     """Return a sentence if the store in ``output`` is another run's, or at another step than the last of the run."""
-    record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
+    record = RunRecord.read(output)
+    inside = [output / STORE, output / COMMITS]
     if record is None:
         return []
     known = {directory.store for directory in record.places}
@@ -171,7 +180,8 @@ def _committed(output: Path) -> dict[str, Any]:
 
     That of a copy is in its own store: the description names those of the original.
     """
-    record, inside = RunRecord.read(output), [output / STORE, output / COMMITS]
+    record = RunRecord.read(output)
+    inside = [output / STORE, output / COMMITS]
     if record is None:
         return {}
     names = {directory.store for directory in record.places}
@@ -279,7 +289,8 @@ class EarlierRun:
     @property
     def dtype(self) -> str | None:
         """What it computes in, if that is known."""
-        names, commit = {str(dtype): name for name, dtype in DTYPES.items()}, self.commit or {}
+        names = {str(dtype): name for name, dtype in DTYPES.items()}
+        commit = self.commit or {}
         dtype = commit.get("--dtype") or names.get(str(commit.get("dtype")))
         return dtype if dtype in DTYPES else None
 
@@ -303,7 +314,8 @@ class EarlierRun:
         Raises:
             UserError: says where the run is or was, and what to type.
         """
-        record, continues = self.record, settings.resume is True
+        record = self.record
+        continues = settings.resume is True
         is_on_nodes = settings.nodes is not None and bool(settings.ssd)
         if self.commit is not None:
             if not settings.resume and record is not None and record.ended_after is None:
@@ -314,14 +326,16 @@ class EarlierRun:
             if settings.resume and record is not None and self._is_in_part(record):
                 raise UserError(self._where_it_was(record, settings))
             if settings.resume and record is not None and self._is_of_another_run(record):
-                places, here = ", ".join(place.path for place in record.places), ", ".join(map(str, self.stores))
+                places = ", ".join(place.path for place in record.places)
+                here = ", ".join(map(str, self.stores))
                 raise UserError(
                     f"The run in {self.output} has its store in {places}, and {here} holds the store of another run, "
                     "whose output this was before. Correct --ssd, or give another --output."
                 )
             if settings.resume and settings.save:
                 self._check_not_behind_result()
-            step, seen = self.commit.get("step", 0), 0 if record is None else record.last_step
+            step = self.commit.get("step", 0)
+            seen = 0 if record is None else record.last_step
             is_older = isinstance(step, int) and seen < step  # the manifest may have been edited
             if settings.resume and is_older and (other := self._other_output()) is not None:
                 raise UserError(
@@ -342,7 +356,8 @@ class EarlierRun:
 
     def _check_not_behind_result(self) -> None:
         """Refuse to replace the result of a step that an older copy of the store does not have."""
-        step, result = (self.commit or {}).get("step"), Outputs.read(self.output)
+        step = (self.commit or {}).get("step")
+        result = Outputs.read(self.output)
         if not isinstance(step, int) or step >= (self.ended_after or 0) or not result.is_whole(RESULT):
             return
         files = result.listed(RESULT)

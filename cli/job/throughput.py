@@ -52,7 +52,8 @@ def gpu_or_plan(gpu: str, arguments: Sequence[str], drives: Sequence[Path]) -> G
 
 
 def _plan_command(arguments: Sequence[str], drives: Sequence[Path]) -> str:
-    kept, is_ssd = [], False
+    kept = []
+    is_ssd = False
     for word in with_command(arguments)[1:]:
         if word.startswith("-"):
             is_ssd = word.partition("=")[0] == "--ssd"

@@ -207,7 +207,8 @@ class Finetune(click.Group):
 
 def _where_it_is(option: str, command: str) -> str | None:
     for field in option_fields(AllOptions):
-        declared, name = declaration_of(field), spelled(field.name)
+        declared = declaration_of(field)
+        name = spelled(field.name)
         if option in (declared.flags or f"{name}/--no-{name[2:]}").split("/"):
             others = [other for other in COMMANDS if Command[other.upper()] in declared.commands]
             return f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."

@@ -210,5 +210,6 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 
 
 def _names_a_path(option: GroupedOption, text: str) -> bool:
-    declared, path = option.declaration, Path(text).expanduser()
+    declared = option.declaration
+    path = Path(text).expanduser()
     return (option.words or declared.may_be_path(text)) and (path.exists() or (declared.patterns and has_magic(text)))

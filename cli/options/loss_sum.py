@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = "losses"  # Key in the user state of a commit, and in the description of a run that is done
-_LOSS, _LOSS_IN_METRICS = "loss", "loss_metrics/global_avg_loss"  # Names of a step's loss in lines of either file
+# Names of a step's loss in lines of either file
+_LOSS = "loss"
+_LOSS_IN_METRICS = "loss_metrics/global_avg_loss"
 LINE_SUM = "checksum"  # Name of the hash of a line of an evaluation, in it
 
 
@@ -58,7 +60,8 @@ class LossSum:
 
 def differing_steps(file: Path, other: Path) -> list[int]:
     """Return the steps of which two files have lines with other losses: a hash does not tell where lines are lost."""
-    lines, others = _lines(file), _lines(other)
+    lines = _lines(file)
+    others = _lines(other)
     return [step for step in lines if lines[step] != others.get(step, lines[step])]
 
 

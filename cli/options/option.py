@@ -42,14 +42,17 @@ class GroupedOption(click.Option):
         self, names: Sequence[str], group: str, declaration: Declaration, words: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(names, multiple=words, **kwargs)
-        self.group, self.declaration, self.words = group, declaration, words
+        self.group = group
+        self.declaration = declaration
+        self.words = words
 
     @classmethod
     def of_field(
         cls, group: str, item: dataclasses.Field[Any], text: str, callback: Callable[..., Any] | None = None
     ) -> "GroupedOption":
         """Make the option that a field declares, under a heading; with a ``callback``, it acts before all others."""
-        declared, name = declaration_of(item), spelled(item.name)
+        declared = declaration_of(item)
+        name = spelled(item.name)
         kwargs: dict[str, Any] = {"metavar": declared.metavar, "type": declared.type, "help": text}
         kwargs["hidden"] = declared.hidden
         if item.type is bool:

@@ -16,10 +16,14 @@ from common.store.errors import described
 from common.store.folders import run_places
 from common.store.manifest import load_manifest
 
-STORE, COMMITS = "store", "commits"
+STORE = "store"
+COMMITS = "commits"
 """Folders inside the output directory: the store of a run without drives, and the commits of ranks in memory."""
 
-RUN, DESCRIPTION, CONFIG, METRICS = "run", "run.json", "config.toml", "metrics.jsonl"
+RUN = "run"
+DESCRIPTION = "run.json"
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
 """Folder inside the output directory that describes the run, and files in it: one names the run's store, one has all
 options, one has a line for every step."""
 
@@ -28,7 +32,9 @@ REPLACED = ".replaced"  # Folder inside the output directory for files of an ear
 OPTIONS = "options"  # Key in a commit's user state of the run's options as TOML
 REFERENCES = "reference"  # Key in a commit's user state: digest, steps, and hash of each file of references, by name
 OUTPUT = "output"  # Key in the description and in a commit's user state of the output's path, without links
-_STORES, ENDED_AFTER = "stores", "ended_after"  # Keys in the description
+# Keys in the description
+_STORES = "stores"
+ENDED_AFTER = "ended_after"
 _TAIL_BYTES = 1 << 16  # Bytes at the end of a file of metrics that are searched for the newest step
 
 
@@ -63,8 +69,11 @@ class RunRecord:
     @classmethod
     def read(cls, output: Path) -> "RunRecord | None":
         """Return what is known of the run in ``output``; None if there is no sign of one."""
-        content, last_step = read_description(output), _last_step(output / RUN / METRICS)
-        places, steps, ended = list[StorePlace](), None, content.get(ENDED_AFTER)
+        content = read_description(output)
+        last_step = _last_step(output / RUN / METRICS)
+        places = list[StorePlace]()
+        steps = None
+        ended = content.get(ENDED_AFTER)
         with contextlib.suppress(TypeError, ValueError, KeyError):
             for each in content[_STORES]:
                 places.append(StorePlace(str(each["path"]), str(each["store"]), int(each["index"])))

@@ -73,7 +73,8 @@ class Settings(AllOptions):
             self._refuse("min_lr", "has no effect with --schedule constant, which does not fall")
         if self.min_lr > self.highest_lr:
             raise UserError(f"--min-lr {self.min_lr:g} is more than --lr {self.highest_lr:g}.")
-        is_plan, traits = self.command == "plan", self.traits
+        is_plan = self.command == "plan"
+        traits = self.traits
         if self.nodes is None and not self.in_memory:
             self._refuse(_OF_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         if self.in_memory and is_plan:
@@ -362,7 +363,8 @@ def _holds_any(folder: Path, stores: Collection[str]) -> bool:
 
 def _changes(stored: click.Context, now: click.Context) -> Iterable[str]:
     for option in options_in_files(now):
-        before, after = stored.params[option.name or ""], now.params[option.name or ""]
+        before = stored.params[option.name or ""]
+        after = now.params[option.name or ""]
         # Paths are equal where they are when absolute. Options of a call have no value in a run's own configuration.
         is_same = option_as_toml(stored, option, of_run=True) == option_as_toml(now, option, of_run=True)
         takes_own = option.name == "dtype" and after == "auto"

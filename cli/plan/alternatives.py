@@ -59,10 +59,12 @@ def without_experts(result: Plan, other: Plan | None) -> Alternative:
         other: the plan with adapters on dense layers alone, the default; None: no option gives these.
     """
     slots = list(_adapters(result.job))
-    on_experts, count = _on_experts(slots), sum(slot.numel for slot in slots)
+    on_experts = _on_experts(slots)
+    count = sum(slot.numel for slot in slots)
     costs = [f"{format_count(count)} adapter parameters", *_costs(result)]
     share = f"{format_count(sum(slot.numel for slot in on_experts))} of them on routed experts"
-    text, how = f"{', '.join([costs[0], share, *costs[1:]])}", ""
+    text = f"{', '.join([costs[0], share, *costs[1:]])}"
+    how = ""
     if other is not None:
         how = f"--lora-targets {DENSE_LINEAR}"
         left = sum(slot.numel for slot in _adapters(other.job))

@@ -98,7 +98,8 @@ _FASTEST = 20  # Strategies that the table has, besides those with a name
 
 def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     """Return the plan as a table of the fastest strategies and those with a name, and the choice."""
-    levels, choice = cluster.levels, result.choice
+    levels = cluster.levels
+    choice = result.choice
     fitting = [estimate for estimate in result.estimates if estimate.fits]
     shown = [estimate for rank, estimate in enumerate(fitting) if rank < _FASTEST or estimate.name in PRESETS]
     lines = [

@@ -24,7 +24,9 @@ _LABEL = 10
 
 def describe(result: Plan) -> list[str]:
     """Return the plan as lines of at most :data:`WIDTH` columns."""
-    job, machine, share = result.job, result.machine, result.job.layout.share
+    job = result.job
+    machine = result.machine
+    share = result.job.layout.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
     adapters = sum(record.trained_count for record in job.layout.of_kind(Kind.ADAPTER))
     trained = f", {format_count(adapters)} of them in adapters" if adapters else ""
@@ -62,7 +64,8 @@ def _speed(result: Plan) -> list[str]:
 
 
 def _bars(result: Plan) -> list[str]:
-    rows, label = [], "busy"
+    rows = []
+    label = "busy"
     for resource in (resource for resource in Resource if resource in result.busy):
         share = min(1.0, result.busy[resource] / result.step_seconds)
         filled = round(share * _BAR)
@@ -76,7 +79,9 @@ def _bars(result: Plan) -> list[str]:
 
 def _places(result: Plan) -> list[str]:
     assert result.memory is not None
-    counts, job, machine = result.memory.counts, result.job, result.machine
+    counts = result.memory.counts
+    job = result.job
+    machine = result.machine
     layers = len(job.layout.blocks)
     saved = "sets of saved outputs" if result.memory.batch.chunks == 1 else "rows of keys and values"
     device = [
@@ -127,7 +132,8 @@ def _pieces(job: TrainingJob) -> list[str]:
 
 def _limits(result: Plan) -> list[str]:
     assert result.memory is not None
-    job, batch = result.job, result.memory.batch
+    job = result.job
+    batch = result.memory.batch
     of = f"{batch.columns:,} tokens of a row" if batch.chunks > 1 else batch.micro_rows
     how = [counted(batch.micro_batches, "micro-batch", "micro-batches") + f" of {of}"]
     how += _pieces(job)

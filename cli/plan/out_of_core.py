@@ -109,7 +109,9 @@ class Planning:
 
     def alternatives(self, job: TrainingJob, result: Plan) -> list[Alternative]:
         """Return what to know before paying for ``result``, the plan of ``job``."""
-        others, share, lora_rank = [], self._share, self._settings.lora_rank
+        others = []
+        share = self._share
+        lora_rank = self._settings.lora_rank
         if share is not None and share.nodes > 1:
             others.append(on_one_node(result, search(*self._of_one_rank(job, Share(1, share.ranks_per_node)))))
         if adapts_experts(job):
@@ -219,5 +221,6 @@ def _write_trace(result: Plan, path: Path) -> None:
     if result.memory is None:
         raise UserError("--trace: a run that does not fit has no step to draw.")
     steady = Evaluator(result.job, result.machine).simulated_step(result.candidate)
-    ends, busy = steady.simulation.step_ends, steady.simulation.intervals
+    ends = steady.simulation.step_ends
+    busy = steady.simulation.intervals
     write_trace(path, [steady.cycle[-1]], result.job.layout.records, (ends[-2], ends[-1]), busy)

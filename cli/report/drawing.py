@@ -26,7 +26,12 @@ td:first-child { color: var(--soft); white-space: nowrap; width: 1%; }
 progress { width: 100%; height: .7rem; display: block; accent-color: var(--series); }
 pre { white-space: pre-wrap; margin: 0; font-size: 12px; }
 """
-_WIDTH, _HEIGHT, _TOP, _BOTTOM, _MARGIN = 360, 170, 20, 145, 6  # Of a chart, and of the part that has its lines
+# Of a chart, and of the part that has its lines
+_WIDTH = 360
+_HEIGHT = 170
+_TOP = 20
+_BOTTOM = 145
+_MARGIN = 6
 
 Points = Sequence[tuple[float, float | None]]  # Steps and values; None: not finite
 

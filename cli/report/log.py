@@ -208,7 +208,8 @@ class MetricsLogger:
         last: tuple[StepResult, float] | None = None,
         losses: LossSum | None = None,
     ) -> None:
-        self._outputs, path = job.outputs, job.output / RUN
+        self._outputs = job.outputs
+        path = job.output / RUN
         self._files = open_run_directory(job, done, plan)
         self._trackers = Trackers(job)
         self._losses = History(job.output / HISTORY_FILE, done)

@@ -22,7 +22,9 @@ MOST_POINTS = 1000  # Points of a curve on the page: of longer runs, every secon
 RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished run again
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
-_LOSS, EVALUATION, _SECONDS = "loss_metrics/global_avg_loss", "validation_metrics/loss", "time_metrics/end_to_end(s)"
+_LOSS = "loss_metrics/global_avg_loss"
+EVALUATION = "validation_metrics/loss"
+_SECONDS = "time_metrics/end_to_end(s)"
 _SHOWN = (
     _SECONDS, "n_tokens_seen", "throughput(tps)", "tflops", "memory/max_active(GiB)", "memory/host(GiB)"
 )  # fmt: skip
@@ -52,8 +54,12 @@ class RunPage:
     """Rewrites a run's page from its metrics file."""
 
     def __init__(self, job: Job, plan: Mapping[str, Any], config: str, metrics: Path) -> None:
-        self._job, self._plan, self._config = job, plan, config
-        self._metrics, self._path, self._next_time = metrics, metrics.with_name(PAGE), 0.0
+        self._job = job
+        self._plan = plan
+        self._config = config
+        self._metrics = metrics
+        self._path = metrics.with_name(PAGE)
+        self._next_time = 0.0
 
     def update(self, at_once: bool = False) -> None:
         """Write the page if it is time to, or ``at_once``."""
@@ -86,18 +92,21 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
     """Return the page of a run with its plan, its configuration file, and these lines of its metrics file."""
     # A process that was killed may have written a line without times, and a damaged line may lack any value.
     steps = [entry for entry in entries if _LOSS in entry and all(entry.get(name) is not None for name in _SHOWN)]
-    done, state = 0, f"step 0 of {job.steps:,}"
+    done = 0
+    state = f"step 0 of {job.steps:,}"
     charts = {
         name: chart(name, {line: _points(entries, metric) for line, metric in lines.items()})
         for name, lines in _CHARTS.items()
     }
     sections = [section(name, drawn) for name, drawn in charts.items() if drawn]
     if steps:
-        newest, done = steps[-1], steps[-1]["step"]
+        newest = steps[-1]
+        done = steps[-1]["step"]
         loss = "not finite" if newest[_LOSS] is None else f"{newest[_LOSS]:.4g}"
         state = f"step {done:,} of {job.steps:,}, loss {loss}"
         sections.append(section("now", table(_now(job, entries, steps))))
-        metrics, whole = {f"time_metrics/busy_{name}(s)": what for name, what in RESOURCES.items()}, newest[_SECONDS]
+        metrics = {f"time_metrics/busy_{name}(s)": what for name, what in RESOURCES.items()}
+        whole = newest[_SECONDS]
         busy = {what: newest[metric] for metric, what in metrics.items() if newest.get(metric) is not None}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
         host = 0 if job.settings.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
@@ -112,7 +121,8 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
     sections.append(section("to continue", f"<pre>{html.escape(command)}</pre>", wide=True))
     folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
     sections.append(section("configuration", folded, wide=True))
-    name, model = job.output.name, f"{job.architecture}, {format_count(job.parameters)} parameters"
+    name = job.output.name
+    model = f"{job.architecture}, {format_count(job.parameters)} parameters"
     subtitle = f"{state}; {model}; written {time.strftime('%Y-%m-%d %H:%M:%S')}"
     return page(f"{state}: {name}", name, subtitle, sections, RELOAD_S if done < job.steps else 0)
 
@@ -124,7 +134,8 @@ def _points(entries: list[dict[str, Any]], metric: str) -> Points:
 
 
 def _now(job: Job, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    newest, recent = steps[-1], sorted(entry[_SECONDS] for entry in steps[-20:])
+    newest = steps[-1]
+    recent = sorted(entry[_SECONDS] for entry in steps[-20:])
     left = (job.steps - newest["step"]) * recent[len(recent) // 2]
     rows = [("time left", format_seconds(left) if left else "done"), ("tokens", format_count(newest["n_tokens_seen"]))]
     rows.append(("rate", f"{newest['throughput(tps)']:,.4g} tokens/s, {newest['tflops']:.3g} TFLOP/s per device"))

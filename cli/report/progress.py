@@ -23,7 +23,10 @@ def draws_on(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-BOLD, FAINT, RED, GREEN = 1, 2, 31, 32
+BOLD = 1
+FAINT = 2
+RED = 31
+GREEN = 32
 
 
 def has_colors() -> bool:
@@ -44,7 +47,8 @@ class Progress:
     """Shows steps: a bar on standard error if that is a terminal, else ``every`` N and the last on standard output."""
 
     def __init__(self, total: int, every: int = 1) -> None:
-        self._total, self._every = total, every
+        self._total = total
+        self._every = every
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._bar = tqdm(
             total=total,
@@ -93,7 +97,8 @@ def _may_be_gone() -> AbstractContextManager[None]:
 
 def _described(doing: Activity, now: float) -> str:
     """Return what is done and for how long, up to the closing parenthesis; if known, what part and the time left."""
-    seconds, share = now - doing.since, doing.share()
+    seconds = now - doing.since
+    share = doing.share()
     part = f": {share:.0%}, {format_seconds(seconds / share - seconds)} left" if share else ""
     return f"{doing.what}{part} ({seconds:.0f} s"
 
@@ -107,7 +112,8 @@ class _Output:
     """A stream before whose output the line of the heartbeat is erased."""
 
     def __init__(self, stream: Any, heartbeat: "Heartbeat") -> None:
-        self._stream, self._heartbeat = stream, heartbeat
+        self._stream = stream
+        self._heartbeat = heartbeat
 
     def write(self, text: str) -> int:
         self._heartbeat.ended()
@@ -126,7 +132,8 @@ class Heartbeat:
     def __init__(self) -> None:
         self._stream = sys.stderr
         self._is_terminal = draws_on(sys.stderr)
-        self._over, self._lock = threading.Event(), threading.RLock()  # a signal's handler may print
+        self._over = threading.Event()
+        self._lock = threading.RLock()  # a signal's handler may print
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watches = contextlib.ExitStack()
         self._drawn = False
@@ -134,7 +141,8 @@ class Heartbeat:
 
     def _begin_in_child(self) -> None:
         """Draw nothing in a forked process: the thread, which may hold the lock, is not there."""
-        self._lock, self._drawn = threading.RLock(), False
+        self._lock = threading.RLock()
+        self._drawn = False
 
     def __enter__(self) -> "Heartbeat":
         if self._is_terminal:
@@ -164,17 +172,23 @@ class Heartbeat:
             self._drawn = False
 
     def _run(self) -> None:
-        seen, next_word, shown = None, 0.0, 0
+        seen = None
+        next_word = 0.0
+        shown = 0
         while not self._over.wait(_LOOK_EVERY_S):
             with self._lock:
-                doing, now = current_activity(), time.monotonic()
+                doing = current_activity()
+                now = time.monotonic()
                 if doing is not seen:
-                    seen, next_word, shown = doing, now + FIRST_AFTER_S, 0
+                    seen = doing
+                    next_word = now + FIRST_AFTER_S
+                    shown = 0
                 if doing is None or now < next_word:
                     continue
                 self._show(f"{_described(doing, now)}{'' if self._is_terminal else ' so far'})")
                 wait = AGAIN_AFTER_S[min(shown, len(AGAIN_AFTER_S) - 1)]
-                next_word, shown = now + (0.5 if self._is_terminal else wait), shown + 1
+                next_word = now + (0.5 if self._is_terminal else wait)
+                shown = shown + 1
         self.ended()
 
     def _show(self, text: str) -> None:

@@ -138,15 +138,21 @@ class Summary:
     """Adds up the steps of one call, each of ``tokens`` tokens with ``flops_per_token``, recomputation not counted."""
 
     def __init__(self, tokens: int, flops_per_token: float) -> None:
-        self.steps, self._tokens, self._flops_per_token = 0, tokens, flops_per_token
+        self.steps = 0
+        self._tokens = tokens
+        self._flops_per_token = flops_per_token
         self._first: StepResult | None = None
-        self._seconds, self._sent, self._moved = 0.0, 0.0, [0, 0]
+        self._seconds = 0.0
+        self._sent = 0.0
+        self._moved = [0, 0]
         self._busy = Counter[str]()
         self._clipped = self._updated_again = 0
 
     def add(self, result: StepResult, seconds: float, moved: tuple[int, int]) -> None:
         """Count a step that took ``seconds`` and moved bytes from and to SSDs."""
-        self.steps, self._first, self._last = self.steps + 1, self._first or result, result
+        self.steps = self.steps + 1
+        self._first = self._first or result
+        self._last = result
         self._seconds += seconds
         self._sent += result.sent_bytes or 0.0
         self._busy.update(result.busy_seconds)
@@ -160,7 +166,10 @@ class Summary:
 
     def text(self, usage: Usage, clip_by: str | None, past_host: bool) -> str:
         """Return a few lines about steps, one or more; ``past_host``: whether parameters did not cross host memory."""
-        first, last, steps, seconds = self._first, self._last, self.steps, self._seconds
+        first = self._first
+        last = self._last
+        steps = self.steps
+        seconds = self._seconds
         assert first is not None
         rate = steps * self._tokens / seconds
         lines = {
@@ -176,7 +185,8 @@ class Summary:
             lines["time"] += f", bound by {bound(self._busy)} ({share:.0%} of the time)"
         for name, what in (("rewards/accuracies", "the better answer"), ("accuracy", "the right class")):
             if name in first.watched:
-                begun, ended = first.watched[name], last.watched[name]
+                begun = first.watched[name]
+                ended = last.watched[name]
                 lines["prefers"] = f"{what} in {begun:.1%} of the first step's cases, in {ended:.1%} of the last"
         if clip_by is not None:
             again = f", {self._updated_again:,} of them updated again" if clip_by == "speculation" else ""

@@ -22,7 +22,8 @@ class Trackers:
 
     def __init__(self, job: Job) -> None:
         self.say: Callable[[str], object] = print
-        id, folder = job.outputs.id, job.output / RUN / FOLDER
+        id = job.outputs.id
+        folder = job.output / RUN / FOLDER
         name = f"{job.output.name}-{id[:8]}"  # not that of the run that this one may have replaced
         self._open: dict[str, Any] = {}
         for tracker in dict.fromkeys(job.settings.log_to):

@@ -40,7 +40,9 @@ from fuyou.planner import RunPlan, profile_or_measure
 from fuyou.runtime.device import memory_limits, open_device
 
 _STEP = "step"  # Key in the engine's user state of what it does not report itself
-PROFILED_PARAMETERS, PROFILED_STEPS = 100_000_000, 20  # Size of runs that are worth a measurement of the machine
+# Size of runs that are worth a measurement of the machine
+PROFILED_PARAMETERS = 100_000_000
+PROFILED_STEPS = 20
 PROFILED_HOST_BYTES = 4 << 30  # Host memory from which on the measurement itself is sure to fit
 
 
@@ -64,7 +66,8 @@ class EngineTrainer(Trainer):
         self.plan = asdict(engine.memory_plan) | {"ssd_bytes": engine.ssd_bytes}
         everywhere = " on every node" if topology else ""
         self.location = ("store", ", ".join(str(path / job.run_name) for path in job.ssd) + everywhere)
-        self._topology, self._stopping = topology, stopping
+        self._topology = topology
+        self._stopping = stopping
         self._ranks = Ranks(topology.rank, topology.world_size, sum_over_ranks) if topology else Ranks()
         self._node_ranks = topology.ranks_per_node if topology else 1
         self._job = job
@@ -72,8 +75,10 @@ class EngineTrainer(Trainer):
         self._objective = None if objective is None else ObjectiveLoop(objective, engine, self._ranks)
         if job.traits.compares:
             engine.disable_dropout()
-        self.clip_by, self.past_host = engine.clip_by and engine.clip_by.value, engine.io == "kvikio"
-        report, noted = engine.committed_report, engine.user_state.get(_STEP)
+        self.clip_by = engine.clip_by and engine.clip_by.value
+        self.past_host = engine.io == "kvikio"
+        report = engine.committed_report
+        noted = engine.user_state.get(_STEP)
         if report and noted:
             result = StepResult(
                 report["loss"], report["grad_norm"], aux_loss=report["aux_loss"], watched=noted["watched"]
@@ -85,7 +90,8 @@ class EngineTrainer(Trainer):
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
         """Take a step; its updates and its commit may continue while the next one runs."""
-        engine, watched = self._engine, dict[str, float]()
+        engine = self._engine
+        watched = dict[str, float]()
         engine.lr = lr
         if self._objective is None:
             engine(**self._part(batch)).loss.backward()
@@ -133,7 +139,8 @@ class EngineTrainer(Trainer):
 
     def usage(self) -> Usage:
         """Return what this node took: its ranks take alike."""
-        engine, ranks = self._engine, self._node_ranks
+        engine = self._engine
+        ranks = self._node_ranks
         read, written = engine.io_bytes()
         return Usage(
             device_bytes=engine.device_peak_bytes,
@@ -150,7 +157,8 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
 
     The result is kept, so that it takes them once. ``ranks`` are all that will run, of which this is one.
     """
-    drive_life, memory = job.engine.store.drive_life, job.engine.memory
+    drive_life = job.engine.store.drive_life
+    memory = job.engine.memory
     if not drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
         return
     plan = job.plan

@@ -86,11 +86,13 @@ class Lap:
 
     def __init__(self, trainer: Trainer) -> None:
         self.usage = trainer.usage()
-        self._trainer, self._start_time = trainer, time.perf_counter()
+        self._trainer = trainer
+        self._start_time = time.perf_counter()
 
     def next(self) -> tuple[float, tuple[int, int]]:
         """Return seconds, and bytes read from and written to SSDs, since the last call, or since the beginning."""
-        start_time, self._start_time = self._start_time, time.perf_counter()
+        start_time = self._start_time
+        self._start_time = time.perf_counter()
         (read_before, written_before), self.usage = self.usage.io or (0, 0), self._trainer.usage()
         read, written = self.usage.io or (0, 0)
         return self._start_time - start_time, (read - read_before, written - written_before)
@@ -104,7 +106,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
 
     If the user stops the run, raise KeyboardInterrupt, or with several ranks Stopped.
     """
-    model, done = trainer.model, trainer.model.step_count
+    model = trainer.model
+    done = trainer.model.step_count
     if process.is_rank0 and trainer.is_resumed:
         restarted = " (restarted: a rank was lost)" if process.restarted else ""
         print(f"resume   after step {done:,} of {job.steps:,}{restarted}", flush=True)
@@ -113,7 +116,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     process.enter("before the first step")
     _begin(job, trainer, process.is_rank0)
     losses = _losses_until(done, trainer)
-    tokens, flops_per_token = job.rows * job.seq_len, model.model_flops_per_token(job.seq_len)
+    tokens = job.rows * job.seq_len
+    flops_per_token = model.model_flops_per_token(job.seq_len)
     summary = Summary(tokens, flops_per_token)
     with contextlib.ExitStack() as stack:
         logger = None
@@ -124,13 +128,15 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         steps = range(done + 1, 1 if job.settings.export else job.steps + 1)
         if not job.settings.export:
             after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
-        lap, was_interrupted = Lap(trainer), True
+        lap = Lap(trainer)
+        was_interrupted = True
         for step in steps:
             if after.is_over():
                 break
             after.forget(step)
             process.enter(f"in step {step}")
-            batch, lr = job.batches.batch(step - 1), job.learning_rate.at(step)
+            batch = job.batches.batch(step - 1)
+            lr = job.learning_rate.at(step)
             _check_ids(job, batch)
             # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
             with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
@@ -222,7 +228,8 @@ def _check_ids(job: Job, batch: dict[str, Any]) -> None:
 
 # Keys in the user state: a hash of the held-out data, and the step since which evaluations on them count; the step and
 # the loss of evaluations.
-_HELD_OUT, _EVALUATIONS = "held_out", "evaluations"
+_HELD_OUT = "held_out"
+_EVALUATIONS = "evaluations"
 
 
 class AfterStep:
@@ -236,7 +243,9 @@ class AfterStep:
         self, job: Job, trainer: Trainer, process: Interrupts | RankProcess, logger: MetricsLogger | None
     ) -> None:
         self._job = job
-        self._trainer, self._process, self._logger = trainer, process, logger
+        self._trainer = trainer
+        self._process = process
+        self._logger = logger
         self._outputs = job.outputs
         self._resumed_from = trainer.model.step_count  # What later steps left was not committed: it is replaced
         self._uncommitted = self._left_by_later_steps() if process.is_rank0 else {}
@@ -310,7 +319,8 @@ class AfterStep:
     def _earlier_losses(self) -> dict[int, float]:
         """Return the losses of earlier evaluations on the same data, by step: those in the run's own file, which may be
         lost, and those in the commit."""
-        job, model = self._job, self._trainer.model
+        job = self._job
+        model = self._trainer.model
         losses = read_evaluations(job.output / RUN / METRICS, model.step_count)
         committed = {step: math.nan if loss is None else loss for step, loss in model.user_state.get(_EVALUATIONS, ())}
         if not self._is_ours(losses, committed):
@@ -321,7 +331,8 @@ class AfterStep:
         digest = getattr(job.held_out, "digest", "")
         before, since = model.user_state.get(_HELD_OUT, [digest, 0])
         if before != digest:
-            losses, since = {}, model.step_count
+            losses = {}
+            since = model.step_count
             if self._process.is_rank0 and job.held_out is not None:
                 print("changed  the held-out data: earlier evaluations are not compared with later ones", flush=True)
         model.user_state[_HELD_OUT] = [digest, since]
@@ -329,7 +340,8 @@ class AfterStep:
 
     def _is_ours(self, losses: dict[int, float], committed: dict[int, float]) -> bool:
         """Return whether the evaluations in the run's file can be those of which the best is ``committed``."""
-        noted, metrics = LossSum.committed(self._trainer.model.user_state), self._job.output / RUN / METRICS
+        noted = LossSum.committed(self._trainer.model.user_state)
+        metrics = self._job.output / RUN / METRICS
         if (noted is not None and noted.is_of_another(metrics)) or edited_lines(metrics):
             return False
         if not committed:
@@ -401,7 +413,8 @@ class AfterStep:
     def _save_best(self, step: int) -> bool:
         if self._job.settings.save_every is None or not step or best_of(self._losses)[0] != step:
             return False
-        name, evaluation = f"{CHECKPOINTS}/{BEST}", {"step": step, "loss": self._losses[step]}
+        name = f"{CHECKPOINTS}/{BEST}"
+        evaluation = {"step": step, "loss": self._losses[step]}
         file = self._job.output / name / EVALUATION
         return self._checkpoint(name, lambda: json.loads(file.read_text()) == evaluation, evaluation)
 
@@ -436,18 +449,23 @@ class AfterStep:
 
 def read_evaluations(metrics: Path, done: int) -> dict[int, float]:
     """Return the loss of each evaluation up to step ``done`` by its step, from the run's own file."""
-    name, entries = "validation_metrics/loss", read_metrics(metrics) if done else []
+    name = "validation_metrics/loss"
+    entries = read_metrics(metrics) if done else []
     losses = {entry["step"]: entry[name] for entry in entries if name in entry and entry["step"] <= done}
     return {step: math.nan if loss is None else loss for step, loss in losses.items()}
 
 
 def best_of(losses: dict[int, float]) -> tuple[int, int]:
     """Return the step whose evaluation gave the lowest loss, 0 without any, and the number of evaluations after it."""
-    best, least, since = 0, math.inf, 0
+    best = 0
+    least = math.inf
+    since = 0
     for step, loss in sorted(losses.items()):
         since += 1
         if loss < least:
-            best, least, since = step, loss, 0
+            best = step
+            least = loss
+            since = 0
     return best, since
 
 
@@ -458,7 +476,10 @@ def evaluate(
 
     The last batch is completed with rows that were seen; their labels are taken away.
     """
-    start_time, total, tokens, computed = time.perf_counter(), 0.0, 0, 0
+    start_time = time.perf_counter()
+    total = 0.0
+    tokens = 0
+    computed = 0
     for number in range(batches.steps_per_epoch):
         batch = batches.batch(number)
         batch["labels"][batches.rows - number * batch_size :] = -100

@@ -52,7 +52,8 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
     connected. Out of core nodes keep their numbers, to which their drives belong: each exchanges with all others
     directly, so that order would change nothing.
     """
-    node, nodes = int(world["GROUP_RANK"]), int(world["GROUP_WORLD_SIZE"])
+    node = int(world["GROUP_RANK"])
+    nodes = int(world["GROUP_WORLD_SIZE"])
     if settings.ssd or nodes == 1:
         return None
     if world["LOCAL_RANK"] == "0":
@@ -86,7 +87,8 @@ def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> Placement 
         if described is None or len(described) != len(there):
             return None
         leaves = [str(leaf) for leaf in described]
-    group, switches = 1, nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
+    group = 1
+    switches = nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
     if settings.strategy not in (None, AUTO):
         levels = Levels((ranks_per_node[0], len(there)), nodes_per_switch=switches)
         with contextlib.suppress(UserError):  # it is refused later, on all ranks
@@ -128,7 +130,8 @@ def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
 
 
 def _code() -> str:
-    digest, root = hashlib.sha256(), Path(str(common.__file__)).parents[1]
+    digest = hashlib.sha256()
+    root = Path(str(common.__file__)).parents[1]
     for file in sorted(
         file for package in ("cli", "common", "fcdp", "fuyou") for file in (root / package).rglob("*.py")
     ):

@@ -54,7 +54,8 @@ class Ranks:
 
     def cut(self, batch: Batch, items: int) -> Batch:
         """Return this rank's items of a batch: none on some ranks where there are fewer items than ranks."""
-        first, last = items * self.rank // self.world_size, items * (self.rank + 1) // self.world_size
+        first = items * self.rank // self.world_size
+        last = items * (self.rank + 1) // self.world_size
         return _cut(batch, first, last, items)
 
 
@@ -62,7 +63,9 @@ class ObjectiveLoop:
     """Computes an objective's loss with an engine, on the ranks that share each batch."""
 
     def __init__(self, objective: Objective, engine: Engine, ranks: Ranks | None = None) -> None:
-        self._objective, self._engine, self._ranks = objective, engine, ranks or Ranks()
+        self._objective = objective
+        self._engine = engine
+        self._ranks = ranks or Ranks()
 
     def loss(self, batch: Batch, items: int) -> tuple[torch.Tensor, dict[str, float]]:
         """Return this rank's share of the loss of a batch of all ranks, and means over its items to watch."""
@@ -75,7 +78,10 @@ class ObjectiveLoop:
 
         The last batch is completed with items that were seen, which do not count.
         """
-        start_time, computed, targets, totals = time.perf_counter(), 0, 0, Counter[str]()
+        start_time = time.perf_counter()
+        computed = 0
+        targets = 0
+        totals = Counter[str]()
         for number in range(batches.steps_per_epoch):
             items = min(batch_size, batches.rows - number * batch_size)
             batch = _cut(batches.batch(number), 0, items, batch_size)
@@ -91,7 +97,8 @@ class ObjectiveLoop:
 
     def _learn(self, batch: Batch, items: int) -> tuple[Learned, torch.Tensor]:
         """Return what is learned from this rank's part of a batch, and its share of the router loss."""
-        objective, part = self._objective, self._ranks.part(batch, items)
+        objective = self._objective
+        part = self._ranks.part(batch, items)
         extras = {name: part[name] for name in objective.extras if name in part}
         apart = (extras.keys() - {"labels"}) | {REFERENCE}
         named: dict[str, Any] = {name: value for name, value in part.items() if name not in apart}
@@ -125,7 +132,8 @@ class ReferencePass:
 
     def attach_all(self, job: Job) -> None:
         """Give the batches of a job the reference's log-probabilities: from files once the model has been trained."""
-        lacking, base = [], reference_identity(job, self.engine.base_identity)
+        lacking = []
+        base = reference_identity(job, self.engine.base_identity)
         for batches, steps, path in _compared(job):
             batches.reference = self._read(path, batches, steps, base) if self.engine.step_count else None
             if batches.reference is not None:
@@ -200,7 +208,8 @@ class ReferencePass:
 
     def _rows(self, batch: Batch, items: int) -> np.ndarray:
         """Return the log-probability of each row's targets, fp32 ``[R]``, of all ranks' rows."""
-        rows, ranks = len(batch["input_ids"]), self.ranks
+        rows = len(batch["input_ids"])
+        ranks = self.ranks
         places = {"places": torch.arange(rows)}
         named = {name: batch[name] for name in ("input_ids", "labels", "position_ids", PADDING)}
         part = ranks.part(named | places, items)
@@ -261,7 +270,8 @@ def _stored(path: Path, batches: PackedBatches, base: str) -> np.ndarray | None:
     """Return what a file has, NaN for rows that no step has needed; None if it is of other data, or there is none."""
     try:
         with np.load(path) as content:
-            values, digest = content["values"], str(content["digest"])
+            values = content["values"]
+            digest = str(content["digest"])
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
     if digest != _digest(batches, base) or len(values) < batches.rows * batches.rows_per_item:

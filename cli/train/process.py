@@ -54,10 +54,14 @@ class Interrupts:
     (``ends_process``), no signal is heard after it.
     """
 
-    is_rank0, world_size, restarted = True, 1, False  # As the loop sees a process that trains alone
+    # As the loop sees a process that trains alone
+    is_rank0 = True
+    world_size = 1
+    restarted = False
 
     def __init__(self, ends_process: bool = False) -> None:
-        self._ends_process, self._is_done = ends_process, False
+        self._ends_process = ends_process
+        self._is_done = False
         self.how_to_continue = ""  # Sentence to print if the deadline passes
         self._received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -127,7 +131,8 @@ class RankProcess:
     """A rank's process, as torchrun's variables number it."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
         self.is_rank0 = self.rank == 0
         self.restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         self.stopping = STOP in os.environ
@@ -171,7 +176,8 @@ class RankProcess:
 
     def end(self, outcome: Outcome) -> NoReturn:
         """End this rank, and with an error all others."""
-        store, self._store = self._store, None
+        store = self._store
+        self._store = None
         if outcome.status and outcome.status not in STATUS.values() and self.nodes > 1:
             outcome = Outcome(outcome.status, f"Rank {self.rank} on {socket.gethostname()}: {outcome.message}")
         if outcome.status and store is not None:

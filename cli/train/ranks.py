@@ -156,7 +156,8 @@ class InMemoryTrainer(Trainer):
         sent_bytes = trainer.planned_sent_bytes(job.settings.batch_size)
         self.plan = {"strategy": trainer.sharding.strategy.name, "sent_bytes_per_step": sent_bytes}
         self.location = ("commits", str(job.output / COMMITS))
-        self._job, self._rank = job, rank
+        self._job = job
+        self._rank = rank
         self._stop_requested = False
 
     def train_step(self, batch: dict[str, torch.Tensor], lr: float) -> StepResult:
@@ -192,8 +193,10 @@ class InMemoryTrainer(Trainer):
 
 def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fcdp.trainer.Trainer:
     run_on_all_ranks(job.watched.check)
-    directory, engine = job.output / COMMITS, job.engine
-    cache, options = engine.host_cache, engine.optimizer
+    directory = job.output / COMMITS
+    engine = job.engine
+    cache = engine.host_cache
+    options = engine.optimizer
     config = TrainerConfig(
         strategy=_strategy(job, topology, launches),
         dtype=engine.dtype,
@@ -224,7 +227,8 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     """
     if job.settings.strategy not in (None, AUTO):
         return job.settings.strategy
-    profile, cluster = job.output / PROFILE, job.settings.cluster
+    profile = job.output / PROFILE
+    cluster = job.settings.cluster
     unnamed = job.settings.strategy is None and cluster is None
     if unnamed and (topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))):
         return DEFAULT

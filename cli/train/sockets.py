@@ -54,7 +54,8 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
 
 def rank_stores(rank: RankProcess, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     """Return two connections to the store that all ranks share for this start of the run."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has a store for all starts
     if rank.nodes == 1 and not is_agents:
         address = LOOPBACK

@@ -97,10 +97,14 @@ class RandomBatches(Batches):
     def __init__(
         self, vocab_size: int, seq_len: int, batch_size: int, seed: int = 0, labels_ahead: bool = False
     ) -> None:
-        self._vocab_size, self._shape, self._seed = vocab_size, (batch_size, seq_len), seed
+        self._vocab_size = vocab_size
+        self._shape = (batch_size, seq_len)
+        self._seed = seed
         self.labels_ahead = labels_ahead
-        self.rows, self.steps_per_epoch = batch_size, 1
-        self.tokens, self.trainable_tokens = batch_size * seq_len, batch_size * (seq_len - 1)
+        self.rows = batch_size
+        self.steps_per_epoch = 1
+        self.tokens = batch_size * seq_len
+        self.trainable_tokens = batch_size * (seq_len - 1)
         self.description = f"random tokens in rows of {seq_len:,}: this measures throughput and learns nothing"
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -122,16 +126,25 @@ class PackedBatches(Batches):
     """
 
     def __init__(self, file: TokenFile, config: DataConfig) -> None:
-        header, kind = file.header, config.kind
-        self._file, self._config = file, config
+        header = file.header
+        kind = config.kind
+        self._file = file
+        self._config = config
         self.reference: np.ndarray | None = None
-        self.packed, self.labels_ahead = config.packed and kind is None, config.labels_ahead
+        self.packed = config.packed and kind is None
+        self.labels_ahead = config.labels_ahead
         self.rows_per_item = 1 if kind is None else kind.rows
-        self.rows, self.seq_len = header.rows // self.rows_per_item, header.seq_len
-        self.tokens, self.trainable_tokens, self.digest = header.tokens, header.trainable_tokens, header.digest
-        self.steps_per_epoch, self.stops = -(-self.rows // config.batch_size), header.stops
-        files, tokens = counted(header.files, "file"), format_count(header.tokens)
-        trained, lines = format_count(header.trainable_tokens), header.changes()
+        self.rows = header.rows // self.rows_per_item
+        self.seq_len = header.seq_len
+        self.tokens = header.tokens
+        self.trainable_tokens = header.trainable_tokens
+        self.digest = header.digest
+        self.steps_per_epoch = -(-self.rows // config.batch_size)
+        self.stops = header.stops
+        files = counted(header.files, "file")
+        tokens = format_count(header.tokens)
+        trained = format_count(header.trainable_tokens)
+        lines = header.changes()
         if kind is None:
             fill = header.tokens / (header.rows * header.seq_len)
             counts = (
@@ -147,7 +160,8 @@ class PackedBatches(Batches):
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Read the rows of a step; see :meth:`Batches.batch` and :meth:`ItemKind.values`."""
-        numbers, kind = self.row_numbers(step), self._config.kind
+        numbers = self.row_numbers(step)
+        kind = self._config.kind
         rows, marks = self._file.read(numbers)
         batch = batch_of_words(rows, self.packed, self.labels_ahead, kind is not None and kind.classifies)
         if kind is not None:
@@ -226,13 +240,16 @@ class MixedBatches(Batches):
     """
 
     def __init__(self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int) -> None:
-        self._parts, self._size, self._seed = list(parts), batch_size, seed
+        self._parts = list(parts)
+        self._size = batch_size
+        self._seed = seed
         self._counts = counts_of(weights)
         self.rows = sum(part.rows for part in parts)
         self.tokens = sum(part.tokens for part in parts)
         self.trainable_tokens = sum(part.trainable_tokens for part in parts)
         self.steps_per_epoch = -(-self.rows // batch_size)
-        self.labels_ahead, self.packed = parts[0].labels_ahead, parts[0].packed
+        self.labels_ahead = parts[0].labels_ahead
+        self.packed = parts[0].packed
         self.stops = sorted({token for part in parts for token in part.stops})
         identity = json.dumps([[part.digest for part in parts], self._counts.tolist()])
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -25,7 +25,8 @@ class Beginnings:
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
         self._is_trusted = bool(names) and tokenizer.is_fast
         self._unchecked = _CHECKED
-        self._text, self._ids = "", list[int]()
+        self._text = ""
+        self._ids = list[int]()
         self._encoding = BatchEncoding()  # Of the text before
         self._ends: dict[str, list[int]] = {}  # Tokens of short ends
 
@@ -64,7 +65,9 @@ class Beginnings:
         encoding = self._encoded(text)
         ids = list(encoding["input_ids"])
         if self._is_trusted:
-            self._text, self._ids, self._encoding = text, ids, encoding
+            self._text = text
+            self._ids = ids
+            self._encoding = encoding
         return list(ids)
 
     def _encoded(self, text: str) -> BatchEncoding:

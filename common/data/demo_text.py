@@ -6,7 +6,10 @@ from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-_END, _START, _PAD, _TURN = "<|end|>", "<|start|>", "<|pad|>", "<|turn|>"
+_END = "<|end|>"
+_START = "<|start|>"
+_PAD = "<|pad|>"
+_TURN = "<|turn|>"
 
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' }}"
@@ -35,7 +38,8 @@ def train_demo_tokenizer(vocab_size: int, directory: Path) -> None:
     )
     tokenizer.train_from_iterator(demo_documents(), trainer)
     # Offsets keep leading spaces: with them trimmed, the template's marks would miss words.
-    keep_offsets, start = processors.ByteLevel(trim_offsets=False), [(_START, tokenizer.token_to_id(_START))]
+    keep_offsets = processors.ByteLevel(trim_offsets=False)
+    start = [(_START, tokenizer.token_to_id(_START))]
     begin = processors.TemplateProcessing(single=f"{_START} $A", pair=f"{_START} $A $B", special_tokens=start)
     tokenizer.post_processor = processors.Sequence([keep_offsets, begin])
     special = {"bos_token": _START, "eos_token": _END, "pad_token": _PAD, "chat_template": _CHAT_TEMPLATE}

@@ -111,7 +111,9 @@ class AnswerFinder:
 
     def start(self, chat: Chat, turn: int, ids: list[int]) -> int:
         """Return where an answer begins in ``ids``, the rendering that ends with it: behind the prompt for it."""
-        history, answer, options = chat.messages[:turn], chat.messages[turn], chat.options
+        history = chat.messages[:turn]
+        answer = chat.messages[turn]
+        options = chat.options
         with contextlib.suppress(Exception):  # no template has to render what is no whole conversation
             asked = self._render(history, options, ask=True)
             start = common_prefix(asked, ids)
@@ -147,7 +149,8 @@ class AnswerEnds:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._special = tokenizer, special_tokens(tokenizer)
+        self._tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
 
     def train(
         self, answer: TokenizedAnswer, stops: Collection[int], following: int | None
@@ -158,7 +161,10 @@ class AnswerEnds:
             stops: tokens at which generation stops.
             following: token to add where the rendering ends without one; None: none can be added.
         """
-        ids, trained, ends, all_end = list(answer.ids), list(answer.trained), [], True
+        ids = list(answer.ids)
+        trained = list(answer.trained)
+        ends = []
+        all_end = True
         for end in answer.ends:
             closing = self._closing(ids, end, stops)
             if closing is None and end == len(ids) and following is not None:
@@ -217,17 +223,21 @@ class Encoder:
         self.tokenizer = tokenizer
         self.fitting = fitting or RowFitter()
         self.eos: int | None = tokenizer.eos_token_id
-        self._vocab_size, self._every_token, self._is_alone = vocab_size, every_token, is_alone
+        self._vocab_size = vocab_size
+        self._every_token = every_token
+        self._is_alone = is_alone
         self._drop_unseen = drop_unseen
         # What the tokenizer puts around every text by default: BOS, EOS, or nothing.
-        bare, full = self._tokenize(["a"])[0], list(tokenizer("a")["input_ids"])
+        bare = self._tokenize(["a"])[0]
+        full = list(tokenizer("a")["input_ids"])
         starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
         self._prefix = full[: starts[0]] if starts else []
         self._suffix = full[starts[0] + len(bare) :] if starts else []
         self._written = WrittenText(tokenizer, self.fitting)
         self._template = ChatTemplate(source or tokenizer)
         self._finder = AnswerFinder(self._template.render)
-        self._ends, self._renders_again = AnswerEnds(tokenizer), source is not None
+        self._ends = AnswerEnds(tokenizer)
+        self._renders_again = source is not None
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedSegment]:
         """Encode documents in the order of ``examples``; texts are tokenized in batches of bounded size."""
@@ -248,7 +258,8 @@ class Encoder:
                 characters += len(example.prompt) + len(example.completion)
             if isinstance(example, Chat) or len(batch) >= _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
                 yield from self._encode_texts(batch)
-                batch, characters = [], 0
+                batch = []
+                characters = 0
             if isinstance(example, Chat):
                 _, parts = self.parts(example)
                 if parts:
@@ -265,14 +276,18 @@ class Encoder:
         if isinstance(example, Chat) or example.prompt or self._is_alone:
             yield example
             return
-        text, before, start, stop = example.completion, "", 0, 0
+        text = example.completion
+        before = ""
+        start = 0
+        stop = 0
         while len(text) - stop > SEGMENT_CHARACTERS:
             stop = _cut_before(text, stop, stop + SEGMENT_CHARACTERS)
             end = text[max(start, stop - _CONTEXT_CHARACTERS) : stop]
             ids, longer = self._tokenize([end, end + text[stop : stop + _CONTEXT_CHARACTERS]])
             if longer[: len(ids)] == ids:
                 yield replace(example, completion=text[start:stop], before=before, ends=False)
-                start, before = stop, end
+                start = stop
+                before = end
         yield replace(example, completion=text[start:], before=before)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
@@ -285,13 +300,16 @@ class Encoder:
         for example, lead, ids in zip(batch, leads, whole, strict=True):
             untrained = common_prefix(next(known), ids) if lead else 0
             if example.before:
-                ids, untrained = ids[untrained:], 0
+                ids = ids[untrained:]
+                untrained = 0
             self._written.count(example.prompt + example.completion, [ids], example.where)
             trained = [False] * untrained + [True] * (len(ids) - untrained)
             prefix = [] if example.before or ids[: len(self._prefix)] == self._prefix else self._prefix
-            ids, trained = prefix + ids, [not example.prompt] * len(prefix) + trained
+            ids = prefix + ids
+            trained = [not example.prompt] * len(prefix) + trained
             if example.ends and not self._is_closed(ids, untrained + len(prefix)):
-                ids, trained = [*ids, self.eos], [*trained, True]  # type: ignore[list-item]
+                ids = [*ids, self.eos]  # type: ignore[list-item]
+                trained = [*trained, True]
             self.fitting.stop_at([self.eos] if example.ends and self.eos is not None else [])
             continues = self._every_token or not (example.prompt or self._is_alone)
             yield from self._fitted([TokenizedAnswer(ids, trained)], example.where, continues, example.ends)
@@ -315,7 +333,8 @@ class Encoder:
 
     def _truncated(self, ids: list[int], tokens: int) -> list[int]:
         """Return a text in fewer tokens, with those that the tokenizer puts around it."""
-        first, last = len(self._prefix), len(self._suffix)
+        first = len(self._prefix)
+        last = len(self._suffix)
         if self.tokenizer.truncation_side == "left":
             return ids[:first] + ids[len(ids) - tokens + first :]
         return ids[: tokens - last] + ids[len(ids) - last :]

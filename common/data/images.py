@@ -202,7 +202,9 @@ class ImageEncoder:
     """Finds the rows of conversations and the tokens that carry loss with a processor, and counts them."""
 
     def __init__(self, processor: ProcessorMixin, config: DataConfig, counts: RowFitter) -> None:
-        self._processor, self._config, self.counts = processor, config, counts
+        self._processor = processor
+        self._config = config
+        self.counts = counts
         self._encoder = Encoder(processor.tokenizer, counts, drop_unseen=config.drop_unseen, source=processor)
 
     def rows(self, record: DataRecord) -> Iterator[ImageRow]:
@@ -210,7 +212,8 @@ class ImageEncoder:
 
         A conversation that is too long ends behind the last answer that fits; without any, it is left out.
         """
-        counts, given = self.counts, self._chat(record)
+        counts = self.counts
+        given = self._chat(record)
         if given is None:
             counts.empty.add(0, record.where)
             return
@@ -219,10 +222,12 @@ class ImageEncoder:
         for turn, part in zip(chat.answers or [0], parts, strict=False):
             texts = (token for token in part.ids if token != image_id)
             check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, record.where)
-            tokens, messages = len(part.ids), chat.messages if part.ends else chat.messages[: turn + 1]
+            tokens = len(part.ids)
+            messages = chat.messages if part.ends else chat.messages[: turn + 1]
             fitting = [end for end in part.ends if not counts.is_long(end)]
             if counts.is_long(tokens) and counts.truncate and fitting:
-                tokens, messages = fitting[-1], chat.messages[: chat.answers[len(fitting) - 1] + 1]
+                tokens = fitting[-1]
+                messages = chat.messages[: chat.answers[len(fitting) - 1] + 1]
             if not part.teaches:
                 counts.untrained.add(tokens, record.where)
                 continue
@@ -293,9 +298,12 @@ class ImageBatches(Batches):
     """Batches of the conversations in an index file, in rows of ``seq_len`` tokens."""
 
     def __init__(self, path: Path, config: DataConfig, processor: ProcessorMixin) -> None:
-        self._encoder, self._config = ImageEncoder(processor, config, RowFitter()), config
+        self._encoder = ImageEncoder(processor, config, RowFitter())
+        self._config = config
         self._pad = padding_id(processor.tokenizer, config.vocab_size)
-        self._starts, digest, line = [0], hashlib.blake2b(digest_size=8), b""
+        self._starts = [0]
+        digest = hashlib.blake2b(digest_size=8)
+        line = b""
         with path.open("rb") as lines:
             prepared_ns = os.fstat(lines.fileno()).st_mtime_ns
             for following in lines:
@@ -309,9 +317,14 @@ class ImageBatches(Batches):
         if written != digest.hexdigest().encode():
             raise ValueError(f"{path} is not what was written")
         self._path = path
-        self._file, self.digest, header = path.open("rb"), digest.hexdigest(), Counts.parse(text)
-        self.rows, self.tokens, self.trainable_tokens = header.rows, header.tokens, header.trainable_tokens
-        self.steps_per_epoch, self.stops = -(-header.rows // config.batch_size), header.stops
+        self._file = path.open("rb")
+        self.digest = digest.hexdigest()
+        header = Counts.parse(text)
+        self.rows = header.rows
+        self.tokens = header.tokens
+        self.trainable_tokens = header.trainable_tokens
+        self.steps_per_epoch = -(-header.rows // config.batch_size)
+        self.stops = header.stops
         self.seq_len = min(config.seq_len, rounded_width(header.longest))
         counts = (
             f"{header.rows:,} conversations with {header.images:,} images: {format_count(header.tokens)} tokens, "

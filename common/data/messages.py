@@ -31,7 +31,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys of turns that other tools read: templates take them, or they change nothing here.
 READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "refusal", *REASONING}
 # Keys of calls and of their functions that templates take, or that change nothing here.
-_OF_CALL, _OF_FUNCTION = {"id", "type", "function", "index"}, {"name", "arguments", "description"}
+_OF_CALL = {"id", "type", "function", "index"}
+_OF_FUNCTION = {"name", "arguments", "description"}
 # What other tools read in place of "weight" in a turn, a part of its content, or a record, and where:
 LOSS_SWITCHES = (
     # axolotl 067b021, prompt_strategies/chat_template.py and core/datasets/transforms/chat_builder.py: the fields of
@@ -80,7 +81,8 @@ def _message(turn: dict[str, Any], which: str) -> Message:
     role = ROLES.get(name.strip().lower())
     if role is None:
         raise UserError(f"{which} has the role {name!r}, none of {', '.join(ROLES)}.{did_you_mean(name, ROLES)}")
-    rest, message = message, {"role": role}
+    rest = message
+    message = {"role": role}
     if name.strip().lower() in _CALLS:
         message |= {"content": "", "tool_calls": _calls(content, which)}
     elif content is not None:

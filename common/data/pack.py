@@ -101,7 +101,8 @@ def cut_documents(documents: Iterable[EncodedSegment], seq_len: int) -> Iterator
         # Two tokens more than a piece: with any next record, more than one will be left over.
         while len(held) >= seq_len + 2 or (document.ends and len(held)):
             size = seq_len - 1 if len(held) == seq_len + 1 else seq_len
-            piece, held = held[:size].copy(), held[size:]
+            piece = held[:size].copy()
+            held = held[size:]
             piece[0] = (piece[0] & ID_MASK) | STARTS
             yield piece
 
@@ -124,7 +125,9 @@ class Packer:
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:
-        self._seq_len, self._pad, self._write = seq_len, pad, write
+        self._seq_len = seq_len
+        self._pad = pad
+        self._write = write
         self._window = max(1, min(window, _HELD_WORDS // seq_len))
         self._open: list[tuple[int, int]] = []  # (tokens free, age), sorted
         self._rows: dict[int, list[np.ndarray]] = {}  # pieces by age of the row
@@ -136,7 +139,8 @@ class Packer:
         if fits < len(self._open):
             free, age = self._open.pop(fits)
         else:
-            free, age = self._seq_len, self._opened
+            free = self._seq_len
+            age = self._opened
             self._opened += 1
         self._rows.setdefault(age, []).append(piece)
         insort(self._open, (free - len(piece), age))
@@ -160,7 +164,10 @@ class Padder:
     """
 
     def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
-        self._seq_len, self._pad, self._write, self._window = seq_len, pad, write, window
+        self._seq_len = seq_len
+        self._pad = pad
+        self._write = write
+        self._window = window
         self._held: list[np.ndarray] = []
         self._words = 0
 
@@ -175,7 +182,8 @@ class Padder:
         """Write the pieces that are held, the shortest first."""
         for piece in sorted(self._held, key=len):
             self._write(padded_row(piece, self._seq_len, self._pad))
-        self._held, self._words = [], 0
+        self._held = []
+        self._words = 0
 
 
 def first_lengths(rows: np.ndarray) -> np.ndarray:
@@ -272,7 +280,8 @@ def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]
 
         file.seek(_HEADER_BYTES)
         yield add
-        counts.digest, counts.name = digest.hexdigest(), path.name
+        counts.digest = digest.hexdigest()
+        counts.name = path.name
         block = json.dumps(asdict(counts), ensure_ascii=False).encode().ljust(_HEADER_BYTES - _SUM_BYTES)
         file.seek(0)
         file.write(block + _sum(block))

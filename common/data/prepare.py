@@ -123,7 +123,8 @@ def open_or_build(
     # Tools that copy may keep the time of a change (mtime), but not that of the copy (ctime).
     seen = [(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in states]
     key = hashlib.sha256(json.dumps([FORMAT_VERSION, seen, identity, *config.identity]).encode()).hexdigest()
-    path, unusable = cache_dir / f"{name}-{key[:16]}{_SUFFIX}", contextlib.suppress(OSError, ValueError, TypeError)
+    path = cache_dir / f"{name}-{key[:16]}{_SUFFIX}"
+    unusable = contextlib.suppress(OSError, ValueError, TypeError)
     with unusable:
         return open_file(path)
     with (
@@ -175,7 +176,8 @@ def _pack(documents: Iterable[EncodedSegment], counts: Counts, packer: Packer | 
 
 def _rows_of_item(item: Item, encoder: Encoder, is_classified: bool) -> list[EncodedSegment]:
     """Return the rows of an item if all of them fit and teach something, and count them."""
-    counts, rows = encoder.fitting, list[EncodedSegment]()
+    counts = encoder.fitting
+    rows = list[EncodedSegment]()
     if not item.examples:
         counts.empty.add(0, item.where)
     for example in item.examples:

@@ -64,7 +64,8 @@ class ReadPosition:
         """Follow ``file``, which reads ``path``, as long as this context is open."""
         self._file = file
         yield
-        self._before, self._file = self._before + path.stat().st_size, None
+        self._before = self._before + path.stat().st_size
+        self._file = None
 
     @property
     def bytes(self) -> int:
@@ -81,7 +82,8 @@ def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    kind, shown = kinds.get(type(value), f"of type {type(value).__name__}"), str(value)[:80]
+    kind = kinds.get(type(value), f"of type {type(value).__name__}")
+    shown = str(value)[:80]
     advice = f' Write "{json.dumps(value)}", in quotes, if it is text.' if isinstance(value, int | float) else ""
     raise UserError(f"{where}: {field!r} is {kind}, where text is expected: {shown}.{advice}")
 
@@ -172,7 +174,8 @@ def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
         line = first_line + data.count(b"\n", 0, error.start)
         raise UserError(f"{path}, line {line}, is not UTF-8 text: {error}.") from error
     if (start := data.find(b"\0")) >= 0:
-        line, byte = first_line + data.count(b"\n", 0, start), start - data.rfind(b"\n", 0, start)
+        line = first_line + data.count(b"\n", 0, start)
+        byte = start - data.rfind(b"\n", 0, start)
         raise UserError(
             f"{path}, line {line}, has a NUL at its byte {byte:,}, as a power cut leaves them. "
             f"Restore the file from a copy, or remove all NULs: tr -d '\\000' < {shlex.quote(str(path))} > NEW."
@@ -219,7 +222,8 @@ def _json_records(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
     """Read the records of a list, an object alone, or lines as of ``.jsonl``, if the first line is whole."""
-    first, is_line = file.readline(LINE_BYTES), False
+    first = file.readline(LINE_BYTES)
+    is_line = False
     if not first.removeprefix(_BOM).lstrip().startswith(b"["):
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(first)
@@ -259,7 +263,8 @@ def _parsed(path: Path, text: str, line: int | None = None) -> Any:
     except LimitExceeded as error:
         raise UserError(f"{path}{f', line {line}' if line else ''}, {error} when it is parsed.") from error
     except json.JSONDecodeError as error:
-        line, reason = line or error.lineno, f"{error.msg} at column {error.colno}"
+        line = line or error.lineno
+        reason = f"{error.msg} at column {error.colno}"
         text = text[error.pos - error.colno + 1 :]
     except (ValueError, RecursionError) as error:
         reason = str(error)
@@ -373,7 +378,8 @@ def _stream_batches(file: IO[bytes]) -> Iterator[Any]:
     """Return the batches of an Arrow stream; pyarrow takes the end of the file, or zeros, for the stream's end too."""
     import pyarrow
 
-    continuation, zero = b"\xff" * 4, b"\0" * 4
+    continuation = b"\xff" * 4
+    zero = b"\0" * 4
     is_marked = file.read(4) == continuation  # not so before Arrow 0.15
     file.seek(0)
     reader = _LastBytes(file)

@@ -44,7 +44,8 @@ class Tally:
     def merge(self, later: "Tally") -> None:
         """Add what was counted of the records that follow."""
         self.records += later.records - bool(later.first and later.first == self.last)
-        self.first, self.last = self.first or later.first, later.last or self.last
+        self.first = self.first or later.first
+        self.last = later.last or self.last
         self.tokens += later.tokens
 
 
@@ -220,7 +221,9 @@ class RecordSelection:
                 "A .txt file is one text without records: --eval-split, --max-records and --columns are for the other "
                 'formats. Give --eval-data for evaluation, or write the text as records, {"text": ...}.'
             )
-        rest, records, taken = list(files), 0, 0
+        rest = list(files)
+        records = 0
+        taken = 0
         for size in self.files_of_sets or (len(rest),):
             numbered = enumerate(record for file in rest[:size] for record in read_records(file, position))
             for number, record in itertools.islice(numbered, self.limit):
@@ -238,7 +241,8 @@ class RecordSelection:
     def _is_held_out(self, number: int) -> bool:
         part = Fraction(self.held_out).limit_denominator(1_000_000)
         window = math.floor(number * part)
-        first, end = math.ceil(window / part), math.ceil((window + 1) / part)
+        first = math.ceil(window / part)
+        end = math.ceil((window + 1) / part)
         drawn = int.from_bytes(hashlib.blake2b(str(window).encode(), digest_size=8).digest(), "big") % (end - first)
         return number == first + drawn
 

@@ -128,7 +128,8 @@ class ItemKind:
 def examples_of_records(records: Iterable[DataRecord]) -> Iterator[Example]:
     """Return records as examples; a text file is one document: paragraphs of a book belong together."""
     for record in records:
-        values, where = record.values, record.where
+        values = record.values
+        where = record.where
         layout = layout_of(values)
         if layout is None:
             hint = "Give columns of other names with --columns: prompt=question completion=answer."
@@ -184,9 +185,11 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
         return PlainText("", require_text(record, "text", where), where=where)
     if media := next((name for name in MEDIA if record.get(name)), None):
         raise UserError(f"{where} has {media!r}, which is not read here: leave it out, with what the text says of it.")
-    options, system = _template_options(record, where), require_text(record, "system", where)
+    options = _template_options(record, where)
+    system = require_text(record, "system", where)
     history = list(_history(record, where, prompt))
-    asked, answered = _value(record, prompt, where), _value(record, answer, where) if answer else []
+    asked = _value(record, prompt, where)
+    answered = _value(record, answer, where) if answer else []
     _check_context(record, where, prompt, asked)
     if isinstance(asked, str) and isinstance(answered, str) and not (options or system.strip() or history):
         return PlainText(asked, answered, where=where)
@@ -199,7 +202,8 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
         plain = PlainText(template.format(**fields), answered, where=where)
     count, turns = continued(turns, answers, where)
     if system.strip():
-        before, turns = len(turns), _with_system(system, turns, where)
+        before = len(turns)
+        turns = _with_system(system, turns, where)
         count += len(turns) - before
     first = None if answer in (None, "output") else count
     weights = {position for position, message in enumerate(turns) if message.get("weight") == 0}
@@ -282,7 +286,8 @@ def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
             expected = "an object" if kind is dict else "a list of objects"
             raise UserError(f"{where}: {column!r} is not {expected}, as chat templates take it: {str(value)[:80]}")
         if column in ("tools", "functions"):  # OpenAI's format, of now and of before
-            column, value = "tools", options.get("tools", []) + [_as_tool(tool) for tool in value]
+            column = "tools"
+            value = options.get("tools", []) + [_as_tool(tool) for tool in value]
         options |= value if isinstance(value, dict) else {column: value}
     return options
 
@@ -311,7 +316,8 @@ def pairs_of_records(records: Iterable[DataRecord], margins: bool = True) -> Ite
     much the preferred answer is better. A rejected answer may be empty.
     """
     for record in records:
-        values, where = _from_openai(record.values), record.where
+        values = _from_openai(record.values)
+        where = record.where
         if not {"chosen", "rejected"} <= set(values):
             raise UserError(
                 f"{where} has the columns {', '.join(values)}; a pair has chosen and rejected, and a prompt, messages, "
@@ -340,8 +346,10 @@ def labels_of_records(records: Iterable[DataRecord]) -> list[str]:
 def classes_of_records(records: Iterable[DataRecord], classes: Mapping[str, int]) -> Iterator[Item]:
     """Return texts, each with the number of its class, given these by name."""
     for record in records:
-        values, where = record.values, record.where
-        label, text = _label(values, where), require_text(values, "text", where)
+        values = record.values
+        where = record.where
+        label = _label(values, where)
+        text = require_text(values, "text", where)
         # A configuration without its own names calls its classes LABEL_0, LABEL_1, ...
         number = classes.get(label, classes.get(f"LABEL_{label}"))
         if number is None:
@@ -377,7 +385,8 @@ def _from_openai(values: dict[str, Any]) -> dict[str, Any]:
 
 def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Example]:
     """Return both answers of a record, each with its prompt; none where there is nothing to prefer."""
-    chosen, rejected = values["chosen"], values["rejected"]
+    chosen = values["chosen"]
+    rejected = values["rejected"]
     if chosen is None or rejected is None:
         return ()
     column = _prompt_of(values)
@@ -397,7 +406,8 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
         raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
     if whole and isinstance(better, Chat) and isinstance(worse, Chat):
         alike = _alike(better.messages, worse.messages)
-        better, worse = replace(better, prompt_messages=alike), replace(worse, prompt_messages=alike)
+        better = replace(better, prompt_messages=alike)
+        worse = replace(worse, prompt_messages=alike)
     return () if better.is_empty else (better, worse)
 
 

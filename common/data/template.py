@@ -38,7 +38,9 @@ _WRITTEN_PER_CHARACTER = 32  # Characters that it may write for each in the conv
 
 AnswerKind = tuple[bool, str]  # Whether an answer calls tools, and the role that follows it
 _ANSWERS_CALLS = ("tool", "function", "ipython")  # Roles whose name is that of a tool
-_OTHER, _ASKED = "qz0zq", "qz00zq"  # Texts that no conversation has
+# Texts that no conversation has
+_OTHER = "qz0zq"
+_ASKED = "qz00zq"
 
 
 def dated(template: str | dict[str, str] | None, day: date) -> str | dict[str, str] | None:
@@ -229,7 +231,8 @@ class ChatTemplate:
             )
         # Not "assistant_masks": they end at the first token of a last character that has several, and where a first or
         # last character has none, they lack all turns from there on, or have them all, the user's among them.
-        starts, ends = [start for start, _ in out["offset_mapping"]], [end for _, end in out["offset_mapping"]]
+        starts = [start for start, _ in out["offset_mapping"]]
+        ends = [end for _, end in out["offset_mapping"]]
         trained = [False] * len(starts)
         for first, stop in spans:
             # White space that a tokenizer leaves out of its offsets begins and ends behind it.
@@ -262,7 +265,8 @@ class ChatTemplate:
                 self._forms.clear()
             self._forms[key] = self._form(kind)
         form = self._forms[key]
-        chat, missing = replace(chat, messages=_changed(chat.messages, form.changes)), form.missing
+        chat = replace(chat, messages=_changed(chat.messages, form.changes))
+        missing = form.missing
         if not missing:
             missing, is_whole = self._missing(chat)
             form = replace(form, is_whole=is_whole)
@@ -295,7 +299,8 @@ class ChatTemplate:
         if _REFUSED in best.missing:  # rendering it says why
             return replace(best, missing=[])
         chat = replace(chat, messages=_changed(chat.messages, best.changes))
-        missing, marks = [*best.missing, *self._unread(chat)], self._marks_answers(chat)
+        missing = [*best.missing, *self._unread(chat)]
+        marks = self._marks_answers(chat)
         unread = list(self._left_out(chat))
         return replace(best, missing=missing, marks_answers=marks, stops=self._stops(chat), unread=unread)
 
@@ -309,7 +314,9 @@ class ChatTemplate:
                 continue
             still, still_whole = self._missing(other, is_kind=True)
             if len(still) < len(missing):
-                chat, missing, is_whole = other, still, still_whole
+                chat = other
+                missing = still
+                is_whole = still_whole
                 changes = [*changes, change]
         return Form(changes, missing, is_whole, False)
 
@@ -340,7 +347,8 @@ class ChatTemplate:
         if role == "tool":
             call = messages[-1]["tool_calls"][0] if calls else {}
             following |= {"name": call.get("function", {}).get("name", ""), "tool_call_id": call.get("id", "")}
-        texts, written = texts_of(messages[-1]), self._text([*messages, following], options)
+        texts = texts_of(messages[-1])
+        written = self._text([*messages, following], options)
         if written is None or not texts:
             return ""
         return written.rpartition(texts[-1][1])[2].partition(_OTHER)[0]
@@ -349,7 +357,8 @@ class ChatTemplate:
         text = self._whole_text(messages, options)
         if text is not None:
             text = text.removesuffix(self._unasked)
-            self._rendered, self._rendered_text = (messages, options), text
+            self._rendered = (messages, options)
+            self._rendered_text = text
         return text
 
     def _whole_text(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> str | None:
@@ -367,7 +376,8 @@ class ChatTemplate:
     @cached_property
     def _unasked(self) -> str:
         """The prompt for an answer, if the template ends all conversations with it, unasked; else empty."""
-        user, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _OTHER}
+        user = {"role": "user", "content": _ASKED}
+        answer = {"role": "assistant", "content": _OTHER}
         asked = self._whole_text([user], {}, ask=True)
         plain, answered, continued = (
             self._whole_text(chat, {}) for chat in ([user], [user, answer], [user, answer, user])
@@ -375,7 +385,8 @@ class ChatTemplate:
         if plain is None or plain != asked or answered is None or continued is None or continued.startswith(answered):
             return ""
         end, following = (text.rpartition(_OTHER)[2] for text in (answered, continued))
-        shared, alike = _alike(end, following), _alike(plain[::-1], end[::-1])
+        shared = _alike(end, following)
+        alike = _alike(plain[::-1], end[::-1])
         marks = [mark.span() for mark in re.finditer("|".join(map(re.escape, self._special)) or "(?!)", end)]
         # It begins where the next turn would: behind the answer's mark, at a later mark, or at a line.
         begins = [0, *(stop for _, stop in marks[:1]), *(start for start, _ in marks[1:])]
@@ -420,7 +431,8 @@ class ChatTemplate:
             else:
                 is_read = written is None or written != self._text(chat.messages, rest)
                 if is_read and (lost := next(self._lost(chat, name, written), None)) is not None:
-                    is_read, name = False, f"{lost[:60]!r} of {name}"
+                    is_read = False
+                    name = f"{lost[:60]!r} of {name}"
             if not is_read:
                 yield -1, name
 

@@ -84,9 +84,13 @@ class _Records(Generic[Result]):
         total: Counts,
         doing: Activity,
     ) -> None:
-        self._selection, self._files, self._encode = selection, files, encode
-        self._part, self._total = part, total
-        self._doing, self._what = doing, doing.what
+        self._selection = selection
+        self._files = files
+        self._encode = encode
+        self._part = part
+        self._total = total
+        self._doing = doing
+        self._what = doing.what
         self._size = _nbytes(files)
         self._read = 0  # Bytes of the files of which all is encoded
         # Of other formats, what is read says little: a value as a whole, and tables column by column.
@@ -94,7 +98,9 @@ class _Records(Generic[Result]):
             doing.share = lambda: min(1.0, self._read / max(1, self._size))
 
     def results(self) -> Generator[Result, None, None]:
-        processes, position, batches = process_count(self._files), ReadPosition(), 0
+        processes = process_count(self._files)
+        position = ReadPosition()
+        batches = 0
         for batch in self._batches(position, _FIRST_BATCHES if processes > 1 else None):
             yield from self._encode(batch)
             self._add(self._part.take(), position.bytes)

@@ -15,7 +15,8 @@ class WrittenText:
     """Counts records with text in whose place the tokenizer writes something else, which is trained there."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, counts: Counts) -> None:
-        self._tokenizer, self._counts = tokenizer, counts
+        self._tokenizer = tokenizer
+        self._counts = counts
         # Tokenizers that write all bytes name EOS as their unknown token.
         is_mark = tokenizer.unk_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._unknown: int | None = None if is_mark else tokenizer.unk_token_id

@@ -57,7 +57,8 @@ def drive_of(directory: Path, sys: Path = Path("/sys"), listed: Path = Path("/pr
     if device is None:
         return Drive(directory, mount.file_system, None, None, False, None)
     node = _text(device / "device/numa_node") or _text(device / "device/device/numa_node")
-    model, is_rotational = _text(device / "device/model") or None, _text(device / "queue/rotational") == "1"
+    model = _text(device / "device/model") or None
+    is_rotational = _text(device / "queue/rotational") == "1"
     numa_node = int(node) if node and int(node) >= 0 else None
     return Drive(directory, mount.file_system, device.name, model, is_rotational, numa_node)
 

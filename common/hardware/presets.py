@@ -51,7 +51,8 @@ class GpuPreset:
             fields[key] * 1e9 if key in fields else link * COPY_FRACTION
             for key in ("upload_gb_per_s", "download_gb_per_s")
         )
-        flops, like = fields["bf16_tflops"] * 1e12, None
+        flops = fields["bf16_tflops"] * 1e12
+        like = None
         if "dense_tflops" in fields:
             compute = ComputeRates.of(fields)
         else:
@@ -60,7 +61,8 @@ class GpuPreset:
             bandwidth = _times(1e9 * MEMORY_PART, fields.get("memory_gb_per_s"))
             factor = flops / model.bf16_flops_per_second
             compute = model.compute.scaled(factor, bandwidth or factor * model.compute.memory)
-        memory, unified = parse_bytes(fields["memory"]), fields.get("unified", False) is True
+        memory = parse_bytes(fields["memory"])
+        unified = fields.get("unified", False) is True
         return cls(name, fields["name"], memory, link, up, down, flops, compute, like, unified)
 
 

@@ -54,7 +54,8 @@ class HostBuffer:
                     self.fd = os.memfd_create("fuyou", os.MFD_CLOEXEC)
                     os.ftruncate(self.fd, self.nbytes)
                 if self.fd is None:
-                    self._map, self._start = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+                    self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    self._start = 0
                 else:
                     self._map, self._start = _map_aligned(self.fd, self.nbytes)
         except FinetuneError:
@@ -140,7 +141,8 @@ class HostBuffer:
             the rest wait for the device, and are correct.
         """
         runtime = torch.cuda.cudart()
-        base, locked = self.array.ctypes.data, 0
+        base = self.array.ctypes.data
+        locked = 0
         # One for each buffer. No page is in two of them: registering one again is an error.
         borders = {start for start in starts if start % PAGE == 0 and 0 < start < self.nbytes}
         for start, end in pairwise(sorted({0, *borders, self.nbytes})):

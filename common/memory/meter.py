@@ -33,8 +33,10 @@ class Heap:
     """
 
     def __init__(self, slack: int) -> None:
-        self._slack, self._process = slack, psutil.Process()
-        self._least, self._next_look = self._resident(), 0.0
+        self._slack = slack
+        self._process = psutil.Process()
+        self._least = self._resident()
+        self._next_look = 0.0
 
     def trim(self) -> None:
         """Return free memory to the system, if the process has grown by more than the slack. Looks at most every 50 ms:

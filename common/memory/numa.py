@@ -27,7 +27,8 @@ def node_of(device: torch.device) -> int | None:
 @contextlib.contextmanager
 def prefer(node: int | None, system: Path = _SYSTEM) -> Iterator[None]:
     """Run this thread on processors of ``node``, if it may: pages come from where they are first touched."""
-    before, cores = os.sched_getaffinity(0), set[int]()
+    before = os.sched_getaffinity(0)
+    cores = set[int]()
     if node is not None:
         with contextlib.suppress(OSError):  # what only makes a run faster fails none
             cores = cores_by_node(system).get(node, set()) & before
@@ -68,7 +69,8 @@ def cores_for(
         return None
     cores = by_node[node] & allowed
     together = sorted({tuple(sorted(_siblings(core, system) & cores)) for core in cores})
-    position, sharers = list(nodes[:index]).count(node), list(nodes).count(node)
+    position = list(nodes[:index]).count(node)
+    sharers = list(nodes).count(node)
     mine = together[len(together) * position // sharers : len(together) * (position + 1) // sharers] or together
     return tuple(sorted(core for siblings in mine for core in siblings)) or None
 

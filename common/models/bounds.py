@@ -23,8 +23,10 @@ _MOST_PARAMETERS = 200_000  # Parameters (tensors) of a model of any origin
 _BYTES_PER_ENTRY = 50  # Least bytes of a tensor in a header: name, dtype, shape, and place
 # What a model may have of its checkpoint's files. A tensor on disk may hold 32 experts; a byte 8 numbers of 1 bit,
 # which count twice until embeddings are tied. A tiny checkpoint may lack a new head.
-_PARAMETERS_PER_TENSOR, _FREE_PARAMETERS = 32, 200
-_NUMBERS_PER_BYTE, _FREE_NUMBERS = 16, 1 << 26
+_PARAMETERS_PER_TENSOR = 32
+_FREE_PARAMETERS = 200
+_NUMBERS_PER_BYTE = 16
+_FREE_NUMBERS = 1 << 26
 _MOST_BUFFER_BYTES = 1 << 30  # Bytes of all buffers, which are in memory: tables of positions and masks
 
 

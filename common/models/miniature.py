@@ -92,7 +92,8 @@ class KeptLayers:
 
     def _by_layer(self, name: str, value: Any) -> list[Any] | None:
         """Return what a field says about each layer; None if it is not about single layers."""
-        depth, layers = self.depth, range(self.depth)
+        depth = self.depth
+        layers = range(self.depth)
         if isinstance(value, bool) or not depth:
             return None
         if isinstance(value, int):
@@ -179,7 +180,9 @@ class _Shrunk:
     """The shrunk fields of a (sub-)configuration inside ``outer``; of a plain dictionary, ``config`` is None."""
 
     def __init__(self, fields: dict[str, Any], config: Any = None, outer: "_Shrunk | None" = None):
-        self._fields, self._config, self._outer = fields, config, outer
+        self._fields = fields
+        self._config = config
+        self._outer = outer
         self.small_width = self.small_heads = self.small_head_dim = 0
         self._measure()
         self._kept = KeptLayers(fields, config)
@@ -209,7 +212,8 @@ class _Shrunk:
                 ):
                     setattr(self, name, getattr(other, name))
                 return
-        width, heads = self.width or 1024, self.heads or 8
+        width = self.width or 1024
+        heads = self.heads or 8
         explicit = self._first(("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"))
         self.head_dim = explicit or max(1, width // heads)
         # A tower is smaller than the language model that it belongs to, as it is when both are large.

@@ -70,7 +70,8 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
     For a tied parameter it is the name that the others are tied to: mostly the input embedding's.
     """
-    tied_to, groups = model.all_tied_weights_keys, parameter_names(model)
+    tied_to = model.all_tied_weights_keys
+    groups = parameter_names(model)
     stored = [next((tied_to[name] for name in names if name in tied_to), names[0]) for names in groups]
     return {alias: name for name, names in zip(stored, groups, strict=True) for alias in names}
 

@@ -60,7 +60,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def task_type_of(config: PreTrainedConfig) -> TaskType:
     """Return the task of the model that ``config`` is built as."""
-    chosen, tasks = model_class(config), (_whole(config), *TaskType)  # a class may be in two mappings
+    chosen = model_class(config)
+    tasks = (_whole(config), *TaskType)  # a class may be in two mappings
     return next((task for task in tasks if chosen in _classes(config, task)), TaskType.CAUSAL_LM)
 
 

@@ -78,7 +78,9 @@ class ImageMemory:
 
 NO_IMAGES = ImageMemory()
 
-_HIDDEN_SIZES, _WIDTHS = 24, 4  # Upper bounds of the elements that a tower's layer makes, in these units
+# Upper bounds of the elements that a tower's layer makes, in these units
+_HIDDEN_SIZES = 24
+_WIDTHS = 4
 _DEPTHS = ("depth", "num_hidden_layers", "num_layers")
 
 

@@ -44,9 +44,11 @@ def checksum(data: "np.ndarray | torch.Tensor", first_page: int) -> int:
     """
     body = data.nbytes - data.nbytes % ALIGNMENT
     if isinstance(data, np.ndarray):
-        hashes, rest = _host_hashes(data[:body]), data[body:]
+        hashes = _host_hashes(data[:body])
+        rest = data[body:]
     else:
-        hashes, rest = _device_hashes(data[:body]), data[body:].cpu().numpy()
+        hashes = _device_hashes(data[:body])
+        rest = data[body:].cpu().numpy()
     if len(rest):  # a record's last page is filled up with zeros
         padded = np.zeros(ALIGNMENT, np.uint8)
         padded[: len(rest)] = rest
@@ -150,7 +152,9 @@ class ExtentChecksums:
         ends: Sequence[int] | None = None,
         expected: PartSums | None = None,
     ) -> None:
-        self._extent, self._directories, self._what = extent, directories, what
+        self._extent = extent
+        self._directories = directories
+        self._what = what
         self._ends = [extent.nbytes] if ends is None else ends
         self._expected = expected
         self._totals = [[0] * len(directories) for _ in self._ends]
@@ -175,7 +179,8 @@ class ExtentChecksums:
         self, directory: int, offset: int, start: int, count: int, checksum_of: Callable[[int, int, int], int]
     ) -> None:
         page = (offset - self._extent.offset) // ALIGNMENT
-        part, done = bisect.bisect_right(self._ends, start), 0
+        part = bisect.bisect_right(self._ends, start)
+        done = 0
         while done < count:
             nbytes = min(self._ends[part] - start - done, count - done)
             value = checksum_of(done, nbytes, page + done // ALIGNMENT)
@@ -186,7 +191,8 @@ class ExtentChecksums:
                 complete = not self._left[part]
             if complete and self._expected is not None:
                 self._compare(totals, self._expected[part].tolist(), _ADVICE)
-            part, done = part + 1, done + nbytes
+            part = part + 1
+            done = done + nbytes
 
     def compare(self, expected: Sequence[int]) -> None:
         """Compare the whole extent, of which every byte has been added, with a checksum for each directory.

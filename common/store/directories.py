@@ -169,7 +169,8 @@ def find_directories(directories: Sequence[Path], writes: bool = True) -> tuple[
 
 def _refuse_links(file: Path) -> None:
     """Refuse a store's file that has another name, too: what is written to it would be written to another store."""
-    status, name = file.lstat(), shlex.quote(str(file))
+    status = file.lstat()
+    name = shlex.quote(str(file))
     if stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
         how = f"a link to {file.resolve()}" if stat.S_ISLNK(status.st_mode) else "linked elsewhere (as by cp -l)"
         raise UserError(

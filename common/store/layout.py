@@ -50,7 +50,8 @@ def pieces(extent: Extent, directories: int, offset: int, nbytes: int) -> Iterat
 
     Stripe k lies in directory k % ``directories``, at ``extent.offset + (k // directories) * extent.unit``.
     """
-    position, end = offset, offset + nbytes
+    position = offset
+    end = offset + nbytes
     while position < end:
         stripe, skip = divmod(position, extent.unit)
         row, directory = divmod(stripe, directories)

@@ -35,7 +35,8 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
         raise describe_os_error("reading", path, error) from error
     try:
         sealed = json.loads(text)
-        content, checksum = sealed["content"], sealed["blake2b"]
+        content = sealed["content"]
+        checksum = sealed["blake2b"]
         intact = isinstance(content, dict) and checksum == _checksum(content)
     except (ValueError, TypeError, KeyError, RecursionError):
         intact = False

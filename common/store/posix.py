@@ -147,7 +147,8 @@ class PosixFile:
 
     def _transfer(self, doing: str, call: VectoredCall, offset: int, pages: Bytes) -> None:
         """Move whole pages, continuing where the kernel stopped short. (Python repeats calls that signals cut off.)"""
-        memory, done = pages.data, 0
+        memory = pages.data
+        done = 0
         while done < pages.nbytes:
             try:
                 moved = call(self._descriptor, [memory[done:]], offset + done)
@@ -217,7 +218,8 @@ def bounce_buffer() -> Bytes:
 def _open_direct(path: Path, access: int) -> tuple[int, bool]:
     """Return a descriptor for ``path``, and whether it is a direct one: some tmpfs, FUSE and overlays have none."""
     flags = access | os.O_CLOEXEC
-    descriptor, page = -1, aligned_bytes(ALIGNMENT).data
+    descriptor = -1
+    page = aligned_bytes(ALIGNMENT).data
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
         # Some accept the flag and refuse the I/O, such as drives whose blocks are larger than a page.

@@ -254,7 +254,8 @@ class Store:
                 self.bytes_written += page_bytes
         transfer = Transfer(len(calls))
         for directory, at, start, length in calls:
-            work, part = getattr(files[directory], direction), flat[start : start + length]
+            work = getattr(files[directory], direction)
+            part = flat[start : start + length]
             if self._clocks:
                 work = partial(self._clocks[directory].during, direction, whole_pages(at % ALIGNMENT + length), work)
             if sums is not None:
@@ -325,7 +326,8 @@ PIECE_BYTES = 64 << 20  # Bytes that are read and checked at once, by the thread
 
 def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
     """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
-    read, damage = 0, []
+    read = 0
+    damage = []
     for entry in sealed:
         read += entry.extent.nbytes
         try:
@@ -341,7 +343,8 @@ def part_sums(store: Store, entry: ChecksummedExtent, ends: Sequence[int] | None
     Raises:
         StoreError: it is damaged, or cannot be read.
     """
-    extent, sums = entry.extent, ExtentChecksums(entry.extent, store.directories, entry.what, ends)
+    extent = entry.extent
+    sums = ExtentChecksums(entry.extent, store.directories, entry.what, ends)
     buffer = aligned_bytes(min(PIECE_BYTES, extent.nbytes))
     for start in range(0, extent.nbytes, PIECE_BYTES):
         store.read_unchecked(extent, buffer, start, min(PIECE_BYTES, extent.nbytes - start), sums).result()

@@ -90,7 +90,8 @@ class AdaptivePlacement(AlwaysOnDevice):
         """Note that the optimizer has stepped: what was seen since the last time was a whole step."""
         if self._memory and self._limit:
             others = self._memory.others()  # NCCL makes its buffers when a communicator is first used
-            self._last_peak, self._peak = self._peak + max(0, others - self._others), 0
+            self._last_peak = self._peak + max(0, others - self._others)
+            self._peak = 0
             self._others = others
 
     def _look(self) -> int:
@@ -180,7 +181,9 @@ class CachedShard:
         placement: AlwaysOnDevice,
         traffic: Traffic,
     ):
-        self.block, self.nbytes, self.bits = cached.block, cached.nbytes, cached.bits
+        self.block = cached.block
+        self.nbytes = cached.nbytes
+        self.bits = cached.bits
         self.consumed = True  # whether a secondary shard has been used, or is not filled yet
         self._host = host
         self._streams = streams
@@ -296,7 +299,8 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
             CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None) for each in groups
         ]
     if layout.secondary is not None:
-        block, in_host = layout.secondary.shards, layout.cache != "device"
+        block = layout.secondary.shards
+        in_host = layout.cache != "device"
         for group in groups:
             if group.kept_after_forward:
                 continue  # the backward pass does not gather it

@@ -39,7 +39,8 @@ class PendingGather(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Finish the gather. Idempotent."""
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        self._finish = None
         if finish is not None:
             finish()
         return True
@@ -115,7 +116,8 @@ class StagedAllGather:
         cached = self.cached if self.cached is not None and self.cached.fits(cells) else None
         secondary = self.secondary if self.secondary is not None and self.secondary.fits(cells) else None
         travelling, levels, cached_after = self._begin(cells, input_tensor, cached, secondary)
-        first, allocated_on = self._start(levels, 0, travelling), self._allocated_on
+        first = self._start(levels, 0, travelling)
+        allocated_on = self._allocated_on
 
         def finish() -> None:
             wait = first
@@ -161,14 +163,16 @@ class StagedAllGather:
     def _load(self, shard: CachedShard, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         """Copy a cached shard to its places in ``cells``; if it is quantized, in new cells of bytes. Return these."""
         self._traffic.hits += 1
-        mine, allocated = cell, self._allocated
+        mine = cell
+        allocated = self._allocated
         if shard.bits is not None:
             mine = quantize(cell, shard.bits)
             cells = mine.new_empty((cells.size(0), mine.numel()))
             cells[self._rank] = mine
             if self._streams is not None:
                 allocated = torch.cuda.current_stream().record_event()
-        block, target = self._rank // shard.block, shard.of(cells, self._rank)
+        block = self._rank // shard.block
+        target = shard.of(cells, self._rank)
         if self._streams is None:
             self._staleness.check(self.group, mine, shard.cell(target, block))
         else:

@@ -79,13 +79,15 @@ class HoRing:
 
         Sums equal those of a reduction level by level, bit for bit: a node's sum goes to its target in one hop instead
         of being added to on its way. In every step all nodes send to the one at the same distance, as in a ring."""
-        nodes, node = self._inter_node.size, self._inter_node.index
+        nodes = self._inter_node.size
+        node = self._inter_node.index
         blocks = rows.unflatten(1, (nodes, -1))
         mine, sums = torch.empty((2, nodes, *output.shape), dtype=rows.dtype, device=rows.device)
         side = self._side_stream.start(rows)
         arrived: Wait = nothing
         for step in range(1, nodes + 1):
-            block, source = (node + step) % nodes, (node - step) % nodes
+            block = (node + step) % nodes
+            source = (node - step) % nodes
             with side.current():
                 self._intra_node.reduce_scatter(blocks[:, block], mine[block])
             arrived()  # before the next one is sent: two nodes that send to one get in each other's way
@@ -121,14 +123,16 @@ class QuantizedLevel:
         self.axis = level.axis
         self.size = level.size
         self.index = level.index
-        before, after = slice(0, self.index), slice(self.index + 1, self.size)
+        before = slice(0, self.index)
+        after = slice(self.index + 1, self.size)
         self._others = [others for others in (before, after) if others.start < others.stop]
         self._side_stream = SideStream()
 
     def gather(self, rows: torch.Tensor) -> Wait:
         if not rows.is_floating_point() or not rows.numel():
             return self._level.gather(rows)
-        mine, bits = rows[:, self.index], self._bits
+        mine = rows[:, self.index]
+        bits = self._bits
         side = self._side_stream.start(rows)
         in_transit = []
         for start, stop in pieces(rows.size(2)):
@@ -168,7 +172,8 @@ class QuantizedLevel:
             in_transit.append((start, stop, sent, received, level.all_to_all(sent, received)))
         for start, stop, _, received, arrived in in_transit:
             arrived()
-            mine, places = rows[:, self.index, start:stop], received.unbind(1)
+            mine = rows[:, self.index, start:stop]
+            places = received.unbind(1)
             total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
             for number in range(self.size):
                 if number == self.index:

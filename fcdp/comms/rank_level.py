@@ -152,7 +152,8 @@ class FlatRing(RankLevel):
 
         def pass_on() -> None:  # in every step, the cell that has arrived last
             for step in range(self.size - 1):
-                sent, came = (self.index - step) % self.size, (self.index - step - 1) % self.size
+                sent = (self.index - step) % self.size
+                came = (self.index - step - 1) % self.size
                 arrived = torch.empty_like(rows[:, came], memory_format=torch.contiguous_format)
                 self._pass_on(rows[:, sent].contiguous(), arrived)
                 rows[:, came].copy_(arrived)
@@ -180,7 +181,8 @@ class FlatRing(RankLevel):
 
     def _count(self, rows: torch.Tensor) -> None:
         """Count what this rank sends, all of which goes to its neighbour."""
-        rank, ranks_per_node = self._topology.rank, self._topology.ranks_per_node
+        rank = self._topology.rank
+        ranks_per_node = self._topology.ranks_per_node
         step = self.axis.stride if self.index < self.size - 1 else self.axis.stride * (1 - self.size)
         nbytes = rows.numel() // self.size * (self.size - 1) * rows.element_size()
         self._traffic.sent(self._purpose, (rank + step) // ranks_per_node != rank // ranks_per_node, nbytes)

@@ -62,7 +62,9 @@ class AlphaBeta:
             once = self.start_seconds + (mesh.shards - 1) * slowest + max(moving)
         else:
             latencies = sum(self.start_seconds + (extent - 1) * link.latency_seconds for extent, link in used)
-            blocks, intra_node, inter_node = mesh.nodes, sum(moving[:-1]), moving[-1]
+            blocks = mesh.nodes
+            intra_node = sum(moving[:-1])
+            inter_node = moving[-1]
             # HO-Ring (PaRO 3.4): only the last block goes round inside with no other beyond.
             overlapped = max(inter_node, intra_node * (blocks - 1) / blocks) + intra_node / blocks
             once = (overlapped if ring == "ho" else sum(moving)) + latencies
@@ -215,10 +217,12 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
     leaves = fields.get("leaf_of_node")
     if leaves is not None and len(leaves) != levels.nodes:
         raise UserError(f"{name}: leaf_of_node has {len(leaves)} entries for {levels.nodes} nodes.")
-    compute, memory = None, fields.get("memory_gb_per_s", 0.0) * 1e9
+    compute = None
+    memory = fields.get("memory_gb_per_s", 0.0) * 1e9
     if "gpu" in fields:
         gpu = gpu_preset(fields["gpu"])
-        compute, peak = gpu.compute.scaled(fields.get("power_part", 1.0), gpu.compute.memory), gpu.bf16_flops_per_second
+        compute = gpu.compute.scaled(fields.get("power_part", 1.0), gpu.compute.memory)
+        peak = gpu.bf16_flops_per_second
         compute = replace(compute, memory=MEMORY_PART * memory) if memory else compute
         reached = compute.dense
     else:  # a file of the user's that gives one measured rate

@@ -44,7 +44,8 @@ class Memory:
 
 
 def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool) -> Memory:
-    psi, nbytes = workload.parameters, workload.compute_bytes
+    psi = workload.parameters
+    nbytes = workload.compute_bytes
     cached = secondary = 0.0
     if layout.p_in_cache:
         cached = nbytes * psi / layout.p.shards
@@ -66,7 +67,9 @@ def memory_of(layout: StrategyMeshes, workload: Workload, *, checkpointing: bool
 
 def _held(layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> tuple[float, float, float]:
     """Return the bytes of parameters, gradients, and activations when they are most together."""
-    psi, trained, shards = workload.parameters, workload.trainable, layout.os.shards
+    psi = workload.parameters
+    trained = workload.trainable
+    shards = layout.os.shards
     activations = workload.activation_bytes(checkpointing)
     if workload.deepspeed_states:
         p = layout.os if layout.p_in_cache else layout.p
@@ -83,7 +86,8 @@ def _held(layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> tu
     # Gradients come as activations go, and as what was kept gathered goes; those of two blocks are on the way.
     part = min(1.0, 2 / workload.units)
     late = parameters * part if routes.keeps_gathered else parameters
-    late_gradients, late_activations = gradients * (1 - part), workload.activation_bytes(checkpointing, blocks=2)
+    late_gradients = gradients * (1 - part)
+    late_activations = workload.activation_bytes(checkpointing, blocks=2)
     if late + late_gradients + late_activations > parameters + activations:
         return frozen + late, late_gradients, late_activations
     return frozen + parameters, 0.0, activations
@@ -92,7 +96,8 @@ def _held(layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> tu
 def _working(layout: StrategyMeshes, workload: Workload) -> float:
     """Return the bytes of blocks that are whole: parameters of the one that computes and of the one fetched ahead, and
     gradients of the first, and of the one before it, which are being reduced."""
-    routes, precision = Routes.of(layout), layout.strategy.precision
+    routes = Routes.of(layout)
+    precision = layout.strategy.precision
     average = workload.parameters / workload.units
     units = max(workload.largest_unit, average) + average
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
@@ -225,7 +230,8 @@ def compute_seconds(workload: Workload, cluster: Cluster, checkpointing: bool) -
     if rates is None or not workload.dense_flops_per_token:  # a workload of counts alone has no parts
         flops = workload.forward_flops, workload.backward_flops(checkpointing)
         return flops[0] / cluster.flops_per_second, flops[1] / cluster.flops_per_second
-    tokens, attention = workload.tokens, workload.causal_flops_per_token
+    tokens = workload.tokens
+    attention = workload.causal_flops_per_token
     moved = workload.moved_bytes * (FUSED_PART if workload.compiled else 1.0)
     products = workload.dense_flops_per_token / rates.dense + workload.expert_flops_per_token / rates.experts
     block = products + attention / rates.flash2.forward + moved / rates.memory

@@ -145,7 +145,9 @@ class _Group:
 
     def __init__(self, topology: Topology, low: int, high: int, ring: Ring):
         axes = axes_between(low, high, topology.levels, ring)
-        self._topology, self._low, self._ranks = topology, low, high // low
+        self._topology = topology
+        self._low = low
+        self._ranks = high // low
         self._index = topology.rank // low % self._ranks
         self._gather: list[CommLevel] = make_levels(topology, axes, "gather", Traffic(), ring)[::-1]
         self._reduce: list[CommLevel] = make_levels(topology, axes, "reduce", Traffic(), ring)

@@ -22,7 +22,8 @@ from fuyou.model.loss.router_loss import find_router_loss
 # Bytes that a block's forward pass reads and writes between its products, over those that it saves: with RMS norms,
 # rotary embeddings and SwiGLU in PyTorch's operators, and with layer norms and GELU, which are one kernel each. Counted
 # for Llama 8B and GPT.
-GATED_PASSES, PLAIN_PASSES = 3.2, 1.5
+GATED_PASSES = 3.2
+PLAIN_PASSES = 1.5
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,13 @@ class Workload:
 def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     """Return the bytes per token that one block saves in bf16 (Korthikanti et al., arXiv:2205.05198, section 4.1),
     without dropout masks, in the model's sizes."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     head = getattr(config, "head_dim", None) or hidden // heads
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    norms, rows = 2 * hidden, hidden
+    norms = 2 * hidden
+    rows = hidden
     if (visited := getattr(config, "num_experts_per_tok", None)) is not None:  # a copy of each token for every expert
         inner = visited * (getattr(config, "moe_intermediate_size", None) or inner)
         rows += 2 * visited * hidden
@@ -219,10 +222,16 @@ def step_collectives(layout: StrategyMeshes, workload: Workload) -> list[Collect
     """Return all collectives of one step that move anything.
 
     G is reduce-scattered over the scope of OS and all-reduced over its replicas, and P gathered."""
-    strategy, p, g, os = layout.strategy, layout.p, layout.g, layout.os
-    world, s = layout.levels.whole, workload.micro_batches
-    psi, trained = workload.parameters, workload.trainable
-    compute, gradient = workload.compute_bytes, workload.gradient_bytes
+    strategy = layout.strategy
+    p = layout.p
+    g = layout.g
+    os = layout.os
+    world = layout.levels.whole
+    s = workload.micro_batches
+    psi = workload.parameters
+    trained = workload.trainable
+    compute = workload.compute_bytes
+    gradient = workload.gradient_bytes
     gather = element_bytes(strategy.precision.gather, compute)
     reduce = element_bytes(strategy.precision.reduce, gradient)
     again = psi - workload.kept_gathered  # what is gathered in the backward pass, too

@@ -165,7 +165,8 @@ def _fill(ranks: int, nodes: int, levels: Levels) -> Mesh:
             f"Scope {ranks}x{nodes} crosses nodes before it has used the {levels.ranks_per_node} ranks of one "
             f"(AMSP V-B, equation 7). {levels.ranks_per_node}x{nodes} and {ranks * nodes}x1 are what may be meant."
         )
-    extents, left = [], ranks
+    extents = []
+    left = ranks
     for size in levels.sizes[:-1]:
         taken = min(size, left)
         if size % taken or left % taken:

@@ -65,7 +65,9 @@ class Strategy:
 
         Raises:
             UserError: it breaks a rule of the papers, which the error names."""
-        p, g, os = self.p.on(levels), self.g.on(levels), self.os.on(levels)
+        p = self.p.on(levels)
+        g = self.g.on(levels)
+        os = self.os.on(levels)
         secondary = None if self.secondary is None else self.secondary.on(levels)
         self._check(p, g, os, secondary)
         if p == secondary and self.precision.secondary == "bf16":
@@ -192,7 +194,9 @@ class Routes:
     @classmethod
     def of(cls, layout: StrategyMeshes) -> "Routes":
         """Return the routes of ``layout``."""
-        p, g, os = layout.p.shards, layout.g.shards, layout.os.shards
+        p = layout.p.shards
+        g = layout.g.shards
+        os = layout.os.shards
         secondary = 1 if layout.secondary is None else layout.secondary.shards
 
         def between(low: int, high: int) -> tuple[Axis, ...]:

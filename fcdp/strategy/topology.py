@@ -56,7 +56,8 @@ class Topology:
     ):
         _need_process_group()
         group = None if mesh is None else mesh.get_group()
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        world = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         self.device = _choose_device(device, mesh, rank % max(ranks_per_node, 1))
         self.levels = levels or Levels((ranks_per_node, nodes))
         _agree((nodes, ranks_per_node, *self.levels.sizes, self.levels.nodes_per_switch or 0), group)
@@ -129,7 +130,8 @@ class Topology:
             if mesh.mesh_dim_names is None:
                 raise UserError("A mesh of two dimensions needs names, as for fully_shard: mesh_dim_names=(..., ...).")
             mesh = mesh[mesh.mesh_dim_names[1]]
-        ranks, places = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
+        ranks = mesh.mesh.tolist()
+        places = dist.get_process_group_ranks(mesh.get_group())
         if ranks != places:
             raise UserError(
                 f"The mesh has the ranks {ranks} in this order, but its process group has them as {places}, as PyTorch "

@@ -196,10 +196,14 @@ class Commits:
         checksum: Callable[[int], int],
     ):
         self.state = state
-        self.sums, self.missed = sums, missed
+        self.sums = sums
+        self.missed = missed
         self.committed_step = state.step
         self.clipped_steps = state.clipped
-        self._store, self._agreement, self._run, self._checksum = store, agreement, run, checksum
+        self._store = store
+        self._agreement = agreement
+        self._run = run
+        self._checksum = checksum
         self._previous: TrainingState | None = None  # Committed before by several ranks
         self._updates: dict[int, Update] = {}
         self._states: dict[int, TrainingState] = {}
@@ -245,7 +249,8 @@ class Commits:
 
     def commit(self, task: Task) -> None:
         """Make a step durable that is written completely, then make it count."""
-        alone, slot = self._agreement.is_alone, known(task.target)
+        alone = self._agreement.is_alone
+        slot = known(task.target)
         if not alone:
             self._compare(task.step)
             self._previous = self.state
@@ -361,7 +366,8 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
         sealed = [ChecksummedExtent.from_dict(record) for record in state.checksums]
         listed = {record.extent for record in sealed if len(record.sums) == len(store.directories)}
     except (TypeError, ValueError, KeyError):
-        sealed, listed = [], set()
+        sealed = []
+        listed = set()
     if listed != there or len(sealed) != len(there):
         raise FinetuneError(
             f"The manifest in {store.directories[0]} lists checksums of {len(listed & there)} of the {len(there)} "

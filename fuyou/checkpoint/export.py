@@ -38,8 +38,11 @@ class StoreReader:
         slot: int,
         topology: ClusterTopology | None,
     ):
-        self._store, self._layout, self._sums = store, layout, sums
-        self._chunk_elements, self._newest = chunk_elements, slot
+        self._store = store
+        self._layout = layout
+        self._sums = sums
+        self._chunk_elements = chunk_elements
+        self._newest = slot
         self._intra_node = None if topology is None else topology.gather_groups.intra_node
         self._inter_node = None if topology is None else topology.gather_groups.inter_node
 
@@ -75,12 +78,14 @@ class StoreReader:
 
     def _masters(self, record: Record) -> torch.Tensor:
         """Return a record's master weights, fp32 ``[numel]``; if it is frozen, its values as they are."""
-        share, values = record.share, self._parameters(record)
+        share = record.share
+        values = self._parameters(record)
         if not record.trainable or not record.precision.split:
             return values
         low = torch.empty(record.numel, dtype=record.precision.low_dtype)
         checked = self._sums.checked(record.index, "states", self._slot(record))
-        first, stored = share.owned_start(record.numel), share.stored_start(record.numel)
+        first = share.owned_start(record.numel)
+        stored = share.stored_start(record.numel)
         for chunk in record.chunks(self._chunk_elements):  # low comes first in its chunk
             part = low[first + chunk.start : first + chunk.stop].view(torch.uint8).numpy()
             self._store.read(checked, part, record.precision.state_nbytes(chunk.start), part.nbytes).result()
@@ -113,7 +118,9 @@ def _joined(parts: Iterable[tuple[ParameterSlot, torch.Tensor]]) -> Iterator[tup
             yield name, torch.cat(ranges.pop(name))
 
 
-_LEAST_SHARD, _LARGEST_SHARD = 32 << 20, 5_000_000_000  # Smallest and largest shard of an exported checkpoint, in bytes
+# Smallest and largest shard of an exported checkpoint, in bytes
+_LEAST_SHARD = 32 << 20
+_LARGEST_SHARD = 5_000_000_000
 
 
 class StoreExporter:
@@ -139,8 +146,12 @@ class StoreExporter:
         writes: bool = True,
         allow_nonfinite: bool = False,
     ):
-        self._model, self._reader, self._checkpoint = model, reader, checkpoint
-        self._layout, self._writes, self._allows_nonfinite = layout, writes, allow_nonfinite
+        self._model = model
+        self._reader = reader
+        self._checkpoint = checkpoint
+        self._layout = layout
+        self._writes = writes
+        self._allows_nonfinite = allow_nonfinite
         self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
@@ -153,7 +164,9 @@ class StoreExporter:
             NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
                 read all.
         """
-        model, source, writer = self._model, self._model.source, None
+        model = self._model
+        source = self._model.source
+        writer = None
         if self._writes:
             unties = model.adapters is not None and model.adapters.unties
             writer = CheckpointWriter(
@@ -187,7 +200,8 @@ class StoreExporter:
             UserError: the run trains none.
             NonFiniteWeights: see :meth:`checkpoint`.
         """
-        adapters, layout = self._model.adapters, self._layout
+        adapters = self._model.adapters
+        layout = self._layout
         if adapters is None:
             raise UserError("This run trains the weights themselves: there is no adapter to write.")
         values = self._values([layout.records[index] for index in layout.trainable])

@@ -55,14 +55,18 @@ def _pairs_of_buffers(plane: DataPlane, kind: Kind) -> int:
 
 
 def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer: int) -> None:
-    encodes, dtype, share = bool(record.decoded_nbytes), record.precision.dtype, record.share
+    encodes = bool(record.decoded_nbytes)
+    dtype = record.precision.dtype
+    share = record.share
     payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes))
     # A record that is encoded, as a whole, of which this rank then keeps its slice; otherwise just the slice.
     values = _room_for(plane, record) if encodes else payload.view(dtype).zero_()
     start = 0 if encodes else share.stored_start(record.numel)
-    low, low_start = None, share.owned_start(record.numel)
+    low = None
+    low_start = share.owned_start(record.numel)
     if record.trainable and record.precision.split:
-        kind, nbytes = record.precision.low_dtype, record.owned * record.precision.low_dtype.itemsize
+        kind = record.precision.low_dtype
+        nbytes = record.owned * record.precision.low_dtype.itemsize
         low = torch.from_numpy(plane.buffers.host_gradients(record.kind, buffer, nbytes)).view(kind).zero_()
     stop = start + values.numel()
     slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.span]
@@ -71,7 +75,8 @@ def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer
         for first in range(0, flat.numel(), PASS_ELEMENTS):
             part = flat[first : first + PASS_ELEMENTS]
             if low is not None:
-                high_part, low_part = torch.empty_like(part, dtype=dtype), torch.empty_like(part, dtype=low.dtype)
+                high_part = torch.empty_like(part, dtype=dtype)
+                low_part = torch.empty_like(part, dtype=low.dtype)
                 split(part.to(torch.float32, copy=True), high_part, low_part)
                 _copy_range(low, low_start, low_part, position + first)
                 part = high_part
@@ -168,6 +173,7 @@ def _room_for(plane: DataPlane, record: Record) -> torch.Tensor:
 
 def _copy_range(target: torch.Tensor, start: int, values: torch.Tensor, first: int) -> None:
     """Copy to ``target``, the elements from ``start`` on, what it holds of ``values``, the elements from ``first``."""
-    begin, end = max(first, start), min(first + values.numel(), start + target.numel())
+    begin = max(first, start)
+    end = min(first + values.numel(), start + target.numel())
     if begin < end:
         target[begin - start : end - start] = values[begin - first : end - first]

@@ -73,8 +73,12 @@ def resume_run(
 
 class _Resumption:
     def __init__(self, drives: Drives, layout: ModelLayout, expected: TrainingState, agreement: Agreement):
-        self._drives, self._layout, self._expected, self._agreement = drives, layout, expected, agreement
-        self._share, self._rank = agreement.share, agreement.share.rank
+        self._drives = drives
+        self._layout = layout
+        self._expected = expected
+        self._agreement = agreement
+        self._share = agreement.share
+        self._rank = agreement.share.rank
         self._successors = [successor_folder(folder) for folder in drives.folders]
         # Several ranks may be given the same drives to leave: the one that reads a store there locks it.
         self._locked = drives.everywhere if agreement.is_alone else drives.folders
@@ -105,13 +109,18 @@ class _Resumption:
         """Return what ``work`` returns, unless it fails on a rank: then raise on all of them."""
         if self._agreement.is_alone:
             return work()
-        result, problem, user, failure = None, "", True, None
+        result = None
+        problem = ""
+        user = True
+        failure = None
         try:
             result = work()
         except FinetuneError as error:
-            problem, user = f"{host()}: {error}", error.exit_status == 2
+            problem = f"{host()}: {error}"
+            user = error.exit_status == 2
         except BaseException as error:
-            problem, failure = f"{host()}: {type(error).__name__}: {error}", error
+            problem = f"{host()}: {type(error).__name__}: {error}"
+            failure = error
         outcomes: list[tuple[str, bool]] = self._agreement.all_gather_object((problem, user))
         if failure is not None:
             raise failure

@@ -54,7 +54,9 @@ class ShardLayout:
 
     def __init__(self, model: ModelLayout, share: Share, directories: int, slot: int):
         shared = model.shared(share)
-        self.share, self.records, self.slot = share, shared.records, slot
+        self.share = share
+        self.records = shared.records
+        self.slot = slot
         self.layout = Layout(directories)
         self._extents = allocate_extents(self.layout, self.records)
         self._chunk_elements = chunk_elements(shared)
@@ -93,13 +95,15 @@ class ShardLayout:
             and its length in bytes.
         """
         first, _ = self.stored_range(index, kind.part)
-        record, nbytes = self.records[index], kind.component.nbytes
+        record = self.records[index]
+        nbytes = kind.component.nbytes
         if kind.part == "parameters":
             if start < stop:
                 yield nbytes(start - first), 0, nbytes(stop - start)
             return
         for chunk in record.chunks(self._chunk_elements):
-            begin, end = max(start, first + chunk.start), min(stop, first + chunk.stop)
+            begin = max(start, first + chunk.start)
+            end = min(stop, first + chunk.stop)
             if begin < end:
                 at = record.precision.state_nbytes(chunk.start)
                 at += sum(component.nbytes(chunk.stop - chunk.start) for component in kind.before)
@@ -127,15 +131,21 @@ class RecordTransfer:
         targets: Sequence[ShardLayout],
         agreement: Agreement,
     ):
-        self._sources, self._readers, self._stores, self._sums = sources, readers, stores, sums
-        self._targets, self._agreement, self._rank = targets, agreement, agreement.share.rank
+        self._sources = sources
+        self._readers = readers
+        self._stores = stores
+        self._sums = sums
+        self._targets = targets
+        self._agreement = agreement
+        self._rank = agreement.share.rank
 
     def fill(self, store: Store) -> list[ChecksummedExtent]:
         """Fill this rank's new ``store``, and return the checksums of what it holds then. Collective.
 
         Nothing is synced yet.
         """
-        target, sealed = self._targets[self._rank], []
+        target = self._targets[self._rank]
+        sealed = []
         for record in target.records:
             extents = {part: target.extent(record.index, part) for part in (PARTS if record.trainable else PARTS[:1])}
             sums = {
@@ -144,7 +154,8 @@ class RecordTransfer:
             }
             longest = max(each.records[record.index].units for each in self._targets)
             for kind in value_kinds(record):
-                extent, of_part = extents[kind.part], sums[kind.part]
+                extent = extents[kind.part]
+                of_part = sums[kind.part]
                 for start in range(0, longest, PIECE_ELEMENTS):
                     begin, end, data = self._gather(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
                     writing = [
@@ -178,9 +189,12 @@ class RecordTransfer:
 
     def _read(self, source: int, index: int, kind: ValueKind, first: int, last: int, data: torch.Tensor) -> None:
         """Read elements ``[first, last)``, and check them together with the rest of the parts that they are in."""
-        layout, store = self._sources[source], self._stores[source]
-        extent, record = layout.extent(index, kind.part), layout.records[index]
-        what, ends = sealed_name(record, kind.part), layout.ends(index, kind.part)
+        layout = self._sources[source]
+        store = self._stores[source]
+        extent = layout.extent(index, kind.part)
+        record = layout.records[index]
+        what = sealed_name(record, kind.part)
+        ends = layout.ends(index, kind.part)
         checked = CheckedExtent(what, extent, ends, self._sums[source][extent])
         for at, offset, nbytes in layout.byte_runs(index, kind, first, last):
             start, end = checked.covering(at, nbytes)

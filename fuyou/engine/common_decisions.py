@@ -66,7 +66,8 @@ def with_common_dtype(config: EngineConfig, device: Device, agreement: Agreement
     device."""
     if config.dtype != AUTO:
         return config
-    stored, name = stored_dtype(config.store.everywhere), str(device.torch_device)
+    stored = stored_dtype(config.store.everywhere)
+    name = str(device.torch_device)
     return config.with_options(dtype=dtype_of_all(stored, name, agreement.all_gather_object))
 
 

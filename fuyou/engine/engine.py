@@ -97,7 +97,8 @@ class Engine(EngineFigures):
 
     def __repr__(self) -> str:
         state = "closed" if self._run.closed else f"step {self.step_count}"
-        name, folder = type(self._run.model.stack.model).__name__, self._asked.store.folders[0]
+        name = type(self._run.model.stack.model).__name__
+        folder = self._asked.store.folders[0]
         sizes = f"{self.trainable_parameters:,} of {self.parameters:,} parameters trained"
         return f"<fuyou.Engine {name}, {sizes}, {state}, in {folder}>"
 
@@ -215,7 +216,8 @@ class Engine(EngineFigures):
             UserError: there are no adapters, or not they alone are trained.
         """
         check_reference(self._run.model)
-        before, self._adapters_off = self._adapters_off, True
+        before = self._adapters_off
+        self._adapters_off = True
         try:
             with adapters_off(self._run.model.stack.model.modules()):
                 yield
@@ -386,7 +388,8 @@ threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 def _explain_options() -> None:
     """Let ``help`` and completion show each option with its type, its default, and what it means."""
-    parameters, text = list(inspect.signature(Engine).parameters.values())[:-1], "\n    Options:\n"
+    parameters = list(inspect.signature(Engine).parameters.values())[:-1]
+    text = "\n    Options:\n"
     for item, meaning in explained_options():
         default = inspect.Parameter.empty if item.default is MISSING else item.default
         parameters.append(

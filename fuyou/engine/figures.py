@@ -16,7 +16,8 @@ class EngineFigures:
     """
 
     def __init__(self, run: OpenRun, steps: Steps):
-        self._run, self._steps = run, steps
+        self._run = run
+        self._steps = steps
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -105,7 +105,8 @@ class OpenRun:
     def reader(self) -> StoreReader:
         """Return what reads the newest committed state."""
         assert self.files is not None
-        chunk_elements, slot = self.runtime.memory_plan.chunk_elements, self.commits.state.slot
+        chunk_elements = self.runtime.memory_plan.chunk_elements
+        slot = self.commits.state.slot
         return StoreReader(self.files.store, self.layout, self.commits.sums, chunk_elements, slot, self.topology)
 
     def close(self) -> None:
@@ -127,7 +128,8 @@ class OpenRun:
                 "open it outside of `with torch.device(...)`, and after torch.set_default_device(None)."
             )
         store = config.store
-        self._ssd, leaving = store.drives, store.drives_to_leave
+        self._ssd = store.drives
+        leaving = store.drives_to_leave
         usable_directories([*self._ssd, *leaving])
         if leaving and not store.resume:
             raise UserError("leave_ssd is for a run that is resumed: leave it out.")
@@ -136,7 +138,8 @@ class OpenRun:
         read = [each for each in (named, config.weights.adapters) if isinstance(each, str | os.PathLike)]
         self._watched = WatchedFiles(*read)
         if isinstance(model, RunPlan):
-            self.model_config, self.checkpoint = model.job.config, model.job.model.checkpoint
+            self.model_config = model.job.config
+            self.checkpoint = model.job.model.checkpoint
         else:
             self.model_config, self.checkpoint = load_config(model)
         if config.deterministic:  # before CUDA starts
@@ -167,17 +170,21 @@ class OpenRun:
         self.meter.start()
 
     def _open_model(self) -> None:
-        config, share, device = self.config, share_of(self.topology), self.device.torch_device
+        config = self.config
+        share = share_of(self.topology)
+        device = self.device.torch_device
         seed_run(config.seed)
         plan = self._given
         if plan is None:
             model = open_model(config, self.model_config, self.checkpoint, device)
             rows, seq_len = self._planned_batch()
             stored = {"piece_bytes": self._stored("piece_bytes")} if config.store.resume else {}
-            name, all_rows = type(model.model).__name__, rows * share.world_size  # ``rows`` are those of this rank
+            name = type(model.model).__name__
+            all_rows = rows * share.world_size  # ``rows`` are those of this rank
             job = job_of_run(name, config, model, all_rows, seq_len, stored).among(share)
             plan = RunPlan(job, self.device, self.limits, self._ssd)
-        self.plan, self.model = plan, plan.job.model
+        self.plan = plan
+        self.model = plan.job.model
         if config.memory.reference:
             check_reference(self.model)
         self._source = self.model.weights
@@ -197,7 +204,8 @@ class OpenRun:
     def _keep_micro_batch(self) -> None:
         """Let a continued run with batches as they were compute as many sequences at once as it did, if memory allows:
         sums are rounded in that order, and how much memory is free is another matter each time."""
-        config, memory = self.config, self.config.memory
+        config = self.config
+        memory = self.config.memory
         if not config.store.resume or memory.micro_batch is not None or memory.batch_shape is None:
             return
         stored = self._stored("micro_batch")
@@ -263,8 +271,11 @@ class OpenRun:
             prove_once(self.config, self.model_config, self.agreement, chunks=True)
 
     def _open_store(self) -> None:
-        config, store, runtime = self.config, self.config.store, self.runtime
-        drives, layout = Drives(store.folders, store.folders_to_leave), Layout(len(store.drives))
+        config = self.config
+        store = self.config.store
+        runtime = self.runtime
+        drives = Drives(store.folders, store.folders_to_leave)
+        layout = Layout(len(store.drives))
         self._extents = allocate_extents(layout, self.layout.records)
         expected = TrainingState(
             step=0,

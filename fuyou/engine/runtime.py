@@ -58,7 +58,9 @@ class Runtime:
         link: OptimizerLink,
         topology: ClusterTopology | None = None,
     ):
-        self._options, self._device, self._layout = options, device, layout
+        self._options = options
+        self._device = device
+        self._layout = layout
         self.link: OptimizerLink | None = link
         self._topology = topology
         self._deferred = options.update_policy.deferred(layout)
@@ -99,7 +101,8 @@ class Runtime:
         before = self._planner.layout
         self._planner.layout = replace(before, images=before.images or room.images, padded=before.padded or room.padded)
         try:
-            memory, loss = self._options.memory, LossInputs(room.outputs, room.reference)
+            memory = self._options.memory
+            loss = LossInputs(room.outputs, room.reference)
             self.memory_plan = self._planner.plan(room.rows, room.seq_len, memory.micro_batch, loss, memory.chunk)
         except BaseException:
             self._planner.layout = before
@@ -108,7 +111,8 @@ class Runtime:
     @property
     def room(self) -> Room:
         """Largest batches that the memory plan is for."""
-        batch, layout = self.memory_plan.batch, self._planner.layout
+        batch = self.memory_plan.batch
+        layout = self._planner.layout
         return Room(batch.rows, batch.seq_len, layout.images, layout.padded, batch.loss.outputs, batch.loss.reference)
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
@@ -117,20 +121,26 @@ class Runtime:
         Args:
             extents: each record's place in the store.
         """
-        self._files, self._store, self._extents = files, files.store, extents
+        self._files = files
+        self._store = files.store
+        self._extents = extents
         self.io.begin()
 
     def open(self, commits: Commits) -> None:
         """Allocate everything and start the workers, by the memory plan."""
-        options, plan, store = self._options, self.memory_plan, self._files.store
+        options = self._options
+        plan = self.memory_plan
+        store = self._files.store
         self._commits = commits
         if self.link is None:
             self.link = OptimizerLink()
             self.link.wait_until_up()
         size = plan.batch.micro_rows, plan.batch.columns
-        recomputation, operators = self._keeping.recomputation(*size), self._keeping.saved(*size).operators
+        recomputation = self._keeping.recomputation(*size)
+        operators = self._keeping.saved(*size).operators
         if plan.batch.chunks > 1:  # nothing but keys and values is saved
-            recomputation, operators = recomputation.saving_nothing(), ()
+            recomputation = recomputation.saving_nothing()
+            operators = ()
         self.recomputations = BlockReplay(recomputation.layers, operators, plan.saved_bytes)
         self.scheduler = Scheduler(
             self._layout,

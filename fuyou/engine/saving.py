@@ -30,7 +30,8 @@ def save(run: OpenRun, directory: Path, merge: bool, allow_nonfinite: bool) -> N
     adapters = sum(record.parameter_count * 4 for record in run.layout.of_kind(Kind.ADAPTER))
     if merge or run.model.adapters is None or adapters > SMALL_BYTES:
         run.runtime.close()
-    share, refused = run.layout.share, None
+    share = run.layout.share
+    refused = None
     try:
         if share.node == 0:  # whose ranks have everything together
             _write(run, directory, merge, share.rank == 0, allow_nonfinite)

@@ -80,7 +80,8 @@ class Steps:
             request: what is requested.
             lr: the step's learning rate.
         """
-        run, train = self._run, torch.is_grad_enabled()
+        run = self._run
+        train = torch.is_grad_enabled()
         if train:
             self._check_idle()
         else:
@@ -102,7 +103,8 @@ class Steps:
             current.loss = math.nan  # until the caller notes it
             norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
             values = streamed_values(values, lambda grads: self._token_backward(current, passing, grads), norm)
-        aux_loss, mask = values.pop(AUX_LOSS, None), batch.targets != IGNORED
+        aux_loss = values.pop(AUX_LOSS, None)
+        mask = batch.targets != IGNORED
         result = TokenOutput(values, mask, aux_loss)
         if passing.reference is not None:
             result.reference = TokenOutput(passing.reference, mask)
@@ -137,7 +139,8 @@ class Steps:
     @contextlib.contextmanager
     def _indivisible(self) -> Iterator[None]:
         """Do what must be done as a whole: an exception in between, from any source, leaves the run torn."""
-        before, self._torn = self._torn, True
+        before = self._torn
+        self._torn = True
         yield
         self._torn = before
 
@@ -152,8 +155,10 @@ class Steps:
             )
 
     def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
-        run, runtime = self._run, self._run.runtime
-        start_time, step = time.monotonic(), run.step_count + 1
+        run = self._run
+        runtime = self._run.runtime
+        start_time = time.monotonic()
+        step = run.step_count + 1
         update = Update(step, replace(run.config.adam, lr=lr))
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
         micro = self._micro_batches(batch)
@@ -173,7 +178,8 @@ class Steps:
             yield
             return
         with activity(f"taking step {current.tasks.step}") as doing:
-            doing.since, doing.share = current.start_time, lambda: current.share
+            doing.since = current.start_time
+            doing.share = lambda: current.share
             yield
 
     def _token_backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
@@ -182,7 +188,8 @@ class Steps:
         factor = 0.0 if aux is None else float(aux)
         finite = math.isfinite(factor) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         factors, all_finite = zip(*self._run.agreement.all_gather_object((factor, finite)), strict=True)
-        factor, finite = sum(factors), all(all_finite)
+        factor = sum(factors)
+        finite = all(all_finite)
         if not finite:
             self._check_finite(math.nan, 0.0)
         if current.router is not None:
@@ -205,7 +212,9 @@ class Steps:
     def end(self) -> StepReport:
         """End the step whose backward pass has been run, and say what it was like."""
         self.check_whole()
-        run, runtime, current = self._run, self._run.runtime, self._current
+        run = self._run
+        runtime = self._run.runtime
+        current = self._current
         if current is None or not current.complete:
             raise FinetuneError("engine.step() comes after engine(**batch).loss.backward().")
         step = run.step_count + 1
@@ -233,7 +242,8 @@ class Steps:
         return report
 
     def _report(self, ended: StepComputation, step: int, norm: float, **happened: bool) -> StepReport:
-        seconds, busy = time.monotonic() - ended.start_time, self._run.runtime.accounting.take()
+        seconds = time.monotonic() - ended.start_time
+        busy = self._run.runtime.accounting.take()
         watch = self._run.write_watch
         if watch is not None:
             watch.step(busy[Resource.SSD.value], self._run.runtime.io.training)
@@ -305,9 +315,11 @@ class Steps:
         return self._whole_loss(computation)
 
     def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
-        run, runtime = self._run, self._run.runtime
+        run = self._run
+        runtime = self._run.runtime
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
-        micro, start_time = self._micro_batches(batch), time.monotonic()
+        micro = self._micro_batches(batch)
+        start_time = time.monotonic()
         with run.model.stack.evaluating():
             try:
                 with self._indivisible():
@@ -333,7 +345,8 @@ class Steps:
         Raises:
             UserError: it cannot, or another rank's cannot.
         """
-        batch, refusal = None, None
+        batch = None
+        refusal = None
         try:
             batch = TrainingBatch.of(self._run.model, given, own_loss=own_loss)
         except UserError as error:
@@ -368,7 +381,8 @@ class Steps:
                 runtime.reopen()
 
     def _micro_batches(self, batch: TrainingBatch) -> list[dict[str, torch.Tensor]]:
-        run, planned = self._run, self._run.runtime.memory_plan.batch
+        run = self._run
+        planned = self._run.runtime.memory_plan.batch
         if planned.chunk is not None and batch.size[1] > planned.chunk:
             return batch.chunks(planned.chunk, run.device.torch_device, run.model.stack)
         rows = min(batch.size[0], planned.micro_rows)
@@ -410,7 +424,8 @@ class Steps:
             return
         if self._current is not None:
             raise FinetuneError("A step is in progress: call loss.backward() and engine.step() first.")
-        runtime, requested = run.runtime, run.runtime.scheduler.commit_step
+        runtime = run.runtime
+        requested = run.runtime.scheduler.commit_step
         if requested is None:
             requested = run.commits.committed_step
         if runtime.scheduler.pending or run.step_count != requested:

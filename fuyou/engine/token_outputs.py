@@ -36,7 +36,8 @@ class TokenOutput:
 
     def __init__(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor, aux_loss: torch.Tensor | None = None):
         self._values = dict(values)
-        self.mask, self.aux_loss = mask, aux_loss
+        self.mask = mask
+        self.aux_loss = aux_loss
         self.reference: TokenOutput | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -126,7 +127,9 @@ class _StreamedValues(torch.autograd.Function):
         norm_of: Callable[[], float] | None,
         *values: torch.Tensor,
     ) -> Any:
-        ctx.names, ctx.streamed, ctx.norm_of = names, backward, norm_of
+        ctx.names = names
+        ctx.streamed = backward
+        ctx.norm_of = norm_of
         ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
@@ -137,7 +140,8 @@ class _StreamedValues(torch.autograd.Function):
                 "backward() was called twice on what tokens() returned: the blocks stream once. Add all parts of the "
                 "loss, and call backward() on their sum."
             )
-        streamed, ctx.streamed = ctx.streamed, None
+        streamed = ctx.streamed
+        ctx.streamed = None
         streamed({name: gradient for name, gradient in zip(ctx.names, gradients, strict=True) if gradient is not None})
         norm = None if ctx.norm_of is None else torch.tensor(ctx.norm_of())
         return norm, *(None,) * (3 + len(gradients))

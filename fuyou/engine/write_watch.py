@@ -28,7 +28,9 @@ class WriteWatch:
 
     def __init__(self, profile: Profile, context: RunPlan, ranks: int):
         self.slow_rate: float | None = None
-        self._profile, self._context, self._ranks = profile, context, ranks
+        self._profile = profile
+        self._context = context
+        self._ranks = ranks
         self._planned = profile.write_bytes_per_second / ranks
         self._read_rate = profile.read_bytes_per_second / ranks
         self._steps: deque[tuple[list[Interval], int, int]] = deque(maxlen=_STEPS)

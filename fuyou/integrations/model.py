@@ -174,13 +174,15 @@ class _Facade(PreTrainedModel):
         streamed.check_trainer()
         bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
-        fused, items = batch.pop("fused_lm_head", False), batch.pop("num_items_in_batch", None)
+        fused = batch.pop("fused_lm_head", False)
+        items = batch.pop("num_items_in_batch", None)
         routed = batch.get("output_router_logits", False)
         batch = {name: value for name, value in batch.items() if name not in _NOT_OF_THE_MODEL}
         if "position_ids" in batch:
             batch = {name: value for name, value in batch.items() if name not in _SAID_BY_POSITIONS}
         task = streamed.engine._run.model.task_type
-        labels, give = batch.get("labels"), streamed.reference if self._is_reference else streamed.tokens
+        labels = batch.get("labels")
+        give = streamed.reference if self._is_reference else streamed.tokens
         if task is TaskType.SEQUENCE_CLASSIFICATION:
             batch.pop("labels", None)
             logits = give(batch, ("logits",)).logits.squeeze(1)

@@ -30,7 +30,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"EngineOptimizer takes what as_model(engine) has returned, not another {type(model).__name__}."
             )
         self._engine = streamed.engine
-        self._id, self._is_loaded = uuid.uuid4().hex, False
+        self._id = uuid.uuid4().hex
+        self._is_loaded = False
         super().__init__([streamed.norm], {"lr": self._engine._run.config.adam.lr if lr is None else lr})
         streamed.learning_rate = lambda: float(self.param_groups[0]["lr"])
         streamed.optimizer = self
@@ -52,7 +53,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: names them.
         """
-        args, adam = trainer.args, self._engine._run.config.adam
+        args = trainer.args
+        adam = self._engine._run.config.adam
         if args.load_best_model_at_end:
             raise UserError(
                 "load_best_model_at_end: the engine cannot go back to the weights of a checkpoint. Leave it out, and "
@@ -74,10 +76,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"The trainer's arguments and the engine differ: {', '.join(different)}. Give fuyou.Engine the same "
                 "lr, weight_decay, betas, eps, and max_grad_norm, or the trainer those in parentheses."
             )
-        optimizer, asked = self._engine._run.config.optimizer.optimizer, str(getattr(args.optim, "value", args.optim))
+        optimizer = self._engine._run.config.optimizer.optimizer
+        asked = str(getattr(args.optim, "value", args.optim))
         if not asked.removeprefix("paged_").startswith("adamw"):  # others by that name (GaLore's, APOLLO's) are not it
             raise UserError(f"optim={asked!r}: the engine was opened with optimizer={optimizer!r}. Leave optim out.")
-        step, engine_step = trainer.state.global_step, self._engine.step_count
+        step = trainer.state.global_step
+        engine_step = self._engine.step_count
         if step and not self._is_loaded and step != engine_step:
             raise UserError(_other_step(step, engine_step))
 

@@ -75,14 +75,18 @@ class FrozenDtype(Enum):
         self, flat: torch.Tensor, matrices: int, payload: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the matrices' elements ``[r, n]`` and the bytes for them ``[r, bytes]``, a few rows at a time."""
-        most, start, position = _rows_at_once(flat.device), 0, 0
+        most = _rows_at_once(flat.device)
+        start = 0
+        position = 0
         while start < matrices:
             elements = min(ROW_ELEMENTS, matrices - start)
             rows = min(most, (matrices - start) // elements)
             nbytes = self._row_nbytes(elements, flat.dtype)
-            part, row = flat[start : start + rows * elements], payload[position : position + rows * nbytes]
+            part = flat[start : start + rows * elements]
+            row = payload[position : position + rows * nbytes]
             yield part.view(rows, elements), row.view(rows, nbytes)
-            start, position = start + rows * elements, position + rows * nbytes
+            start = start + rows * elements
+            position = position + rows * nbytes
 
     def _rest(self, flat: torch.Tensor, matrices: int, payload: torch.Tensor) -> torch.Tensor:
         start = self._row_nbytes(matrices, flat.dtype)

@@ -306,7 +306,8 @@ class ModelLayout:
         return forward + backward
 
     def _block_forward(self, layer: int, groups: Sequence[range]) -> list[Visit]:
-        records, adapter = self.blocks[layer], self._adapter(layer)
+        records = self.blocks[layer]
+        adapter = self._adapter(layer)
         if len(records) == 1:
             return [Visit(Phase.BLOCK_FORWARD, records[0], layer, adapter)]
         stages = self.orders[layer].forward
@@ -320,7 +321,8 @@ class ModelLayout:
         return [replace(visit, micros=group) for group in groups for visit in visits]
 
     def _block_backward(self, layer: int, micro_batches: int) -> list[Visit]:
-        records, adapter = self.blocks[layer], self._adapter(layer)
+        records = self.blocks[layer]
+        adapter = self._adapter(layer)
         if len(records) == 1:
             return [self._trains(Visit(Phase.BLOCK_BACKWARD, records[0], layer, adapter))]
         stages = self.orders[layer].backward

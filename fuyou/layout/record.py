@@ -175,7 +175,8 @@ class Record:
         for part in (True, False):
             for names, shape, decay in entries:
                 if decay is part:
-                    trained, stored = names[0] not in held, (compressed or {}).get(names[0])
+                    trained = names[0] not in held
+                    stored = (compressed or {}).get(names[0])
                     slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored, wide=names[0] in wide)
                     slots.append(slot)
                     position = round_up(position + slot.span, ALIGN_ELEMENTS)
@@ -291,7 +292,8 @@ class Record:
         first = self.share.owned_start(self.numel)
         result = []
         for start, stop, decay in ((0, self.decayed, True), (self.decayed, self.numel, False)):
-            start, stop = max(start, first), min(stop, first + self.owned)
+            start = max(start, first)
+            stop = min(stop, first + self.owned)
             for at in range(start, stop, chunk_elements):
                 result.append(Chunk(at - first, min(at + chunk_elements, stop) - first, decay))
         return result

@@ -155,9 +155,11 @@ ADAMW_8BIT = "adamw8bit"  # Moments have 8 bits, and split master weights 24 (:m
 def state_components(optimizer: str, split: bool) -> tuple[StateComponent, ...]:
     """Return the components of an optimizer's states in order: low bits of split master weights, then moments."""
     if optimizer == ADAMW:
-        low, moments = torch.int16, [StateComponent(name, torch.float32) for name in MOMENTS]
+        low = torch.int16
+        moments = [StateComponent(name, torch.float32) for name in MOMENTS]
     else:
-        low, moments = torch.int8, [StateComponent(name, torch.uint8) for name in MOMENTS]
+        low = torch.int8
+        moments = [StateComponent(name, torch.uint8) for name in MOMENTS]
         moments += [StateComponent(scale_of(name), torch.float32, BLOCK_ELEMENTS) for name in MOMENTS]
     return (*((StateComponent(LOW, low),) if split else ()), *moments)
 

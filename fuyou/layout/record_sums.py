@@ -30,7 +30,8 @@ def part_ends(record: Record, part: Part, chunk_elements: int) -> list[int]:
     """
     if part == "parameters":
         return [*range(PART_BYTES, record.parameter_nbytes, PART_BYTES), record.parameter_nbytes]
-    ends, position = [], 0
+    ends = []
+    position = 0
     for chunk in record.chunks(chunk_elements):
         for component in record.precision.components:
             position += component.nbytes(chunk.stop - chunk.start)
@@ -52,7 +53,8 @@ class RecordSums:
         chunk_elements: int,
         known: Mapping[Extent, PartSums],
     ):
-        self._records, self._chunk_elements = records, chunk_elements
+        self._records = records
+        self._chunk_elements = chunk_elements
         self._extents: dict[tuple[int, Part], tuple[Extent, ...]] = {
             (index, part): getattr(pairs, part) for index, pairs in enumerate(extents) for part in PARTS
         }

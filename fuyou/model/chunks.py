@@ -73,12 +73,15 @@ class BlockKeys:
             sums: fp32 gradients of its tokens and of one chunk's states, in a backward pass.
             chunk: tokens of all chunks but the last, and the one before if the last would have but one.
         """
-        number, last = -(-start // chunk), (length - 1) // chunk
+        number = -(-start // chunk)
+        last = (length - 1) // chunk
         bounds = [self.row_nbytes(length, length) + self.state_nbytes * (number + offset) for offset in (-1, 0)]
-        gradients, passed = None, None
+        gradients = None
+        passed = None
         if sums is not None:
             elements = self.elements * length
-            gradients, passed = self._views(sums[:elements], length), {}
+            gradients = self._views(sums[:elements], length)
+            passed = {}
             for name, shape, _ in self.states:
                 passed[name] = sums[elements : elements + math.prod(shape)].view(shape)
                 elements += math.prod(shape)
@@ -140,7 +143,9 @@ class ChunkCache(DynamicCache):
         super().__init__(config=config)
         self._windows = [getattr(layer, "sliding_window", None) for layer in self.layers]
         self.layers = _Layers(self.layers)
-        self.start, self.length, self.bounds = start, length, bounds or (0, length)
+        self.start = start
+        self.length = length
+        self.bounds = bounds or (0, length)
         self.row: RowKeys | None = None  # Of the block that is running
         self.seen: list[torch.Tensor] = []  # Keys and values that the block has added without a row to add them to
         self.on_seen: Callable[[], None] = lambda: None  # Called after each of them
@@ -246,7 +251,8 @@ class ChunkCache(DynamicCache):
             self.seen.append(new)
             self.on_seen()
             return new.new_zeros(*new.shape[:-2], self.start + new.shape[-2] - first, new.shape[-1])
-        part, gradients = self._added, self.row.gradients
+        part = self._added
+        gradients = self.row.gradients
         self._added += 1
         attended: torch.Tensor = _Attended.apply(
             new, self.row.parts[part], None if gradients is None else gradients[part], self.start, first

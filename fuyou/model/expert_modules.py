@@ -10,7 +10,8 @@ from fuyou.model.blocks.looped import INTERFACE
 from fuyou.model.blocks.weightless import on_meta
 from fuyou.model.streamed_model import StreamedModel
 
-_SAME, _WIDER = 3, 4
+_SAME = 3
+_WIDER = 4
 """Outputs of all experts that a whole block's backward pass holds at once, in the compute dtype, or in that of the
 routers' weights where that is wider. Measured on a CPU with small Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3: 1.4 to
 2.6, and 3.2."""
@@ -31,7 +32,8 @@ def expert_output_bytes(stack: StreamedModel) -> int:
     for layer in range(len(stack.blocks)):
         for name, module in expert_modules(stack, layer):
             parameter = next(module.parameters())
-            width, text = parameter.dtype.itemsize, stack.model.config.get_text_config()
+            width = parameter.dtype.itemsize
+            text = stack.model.config.get_text_config()
             chosen = getattr(text, "num_experts_per_tok", None) or 1
             wider = _weights_dtype(stack, layer, name).itemsize
             elements = chosen * text.hidden_size
@@ -47,7 +49,8 @@ def _weights_dtype(stack: StreamedModel, layer: int, name: str) -> torch.dtype:
         dtypes.append(weights.dtype)
         return torch.empty_like(hidden)
 
-    block, module = stack.blocks[layer], stack.model.get_submodule(name)
+    block = stack.blocks[layer]
+    module = stack.model.get_submodule(name)
     # A family's code may fail in any way without values.
     with contextlib.suppress(Exception), on_meta(block), torch.no_grad():
         hidden, args, kwargs = stack.meta_calls[layer]

@@ -34,7 +34,8 @@ class Family:
     """
 
     def __init__(self, kind: type[PreTrainedModel], config: PreTrainedConfig):
-        self._kind, self._config = kind, config
+        self._kind = kind
+        self._config = config
 
     @cached_property
     def isolation(self) -> Isolation | None:
@@ -129,7 +130,8 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return True  # it has no loss
-    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(11)
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(11)
     ids = torch.randint(min(5, vocabulary // 2), vocabulary, (2, 13), generator=generator)
     labels = ids.clone()
     labels[0, :4] = labels[1, 5:7] = IGNORED

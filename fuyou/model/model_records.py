@@ -164,7 +164,8 @@ def model_records(
 def _group_parameters(stack: StreamedModel, wide: frozenset[str]) -> _Groups:
     groups = _Groups([_Group() for _ in stack.blocks])
     towers = set(tower_parameters(stack.model))
-    prefix, decayed = f"{stack.block_prefix}.", decayed_parameters(stack.model)
+    prefix = f"{stack.block_prefix}."
+    decayed = decayed_parameters(stack.model)
     for names in parameter_names(stack.model):
         parameter = stack.model.get_parameter(names[0])
         shape = tuple(parameter.shape)
@@ -184,8 +185,13 @@ def _group_parameters(stack: StreamedModel, wide: frozenset[str]) -> _Groups:
 
 
 def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> ModelLayout:
-    blocks, before, after, both, tower = groups.blocks, groups.before, groups.after, groups.both, groups.tower
-    first, last = before, after
+    blocks = groups.blocks
+    before = groups.before
+    after = groups.after
+    both = groups.both
+    tower = groups.tower
+    first = before
+    last = after
     if both or not before or not after:
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
         whole = (both + before + after).with_held()
@@ -193,8 +199,11 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
         if not whole.frozen:
             first = last = _Group()  # trained as a whole: no adapters
     else:
-        whole, before, after = _Group(), before.with_held(), after.with_held()
-        embedding, head = records.main("embedding", Kind.NON_BLOCK, before), records.main("head", Kind.NON_BLOCK, after)
+        whole = _Group()
+        before = before.with_held()
+        after = after.with_held()
+        embedding = records.main("embedding", Kind.NON_BLOCK, before)
+        head = records.main("head", Kind.NON_BLOCK, after)
         first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
     if whole.frozen and both.trained:

@@ -92,7 +92,8 @@ class StreamedModel:
         self.token_dim = 1  # Dimension of the hidden states that counts tokens
         arguments = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"  # as Mamba calls it
-        self._takes_positions, self._configurations = takes_positions(model), configurations(model)
+        self._takes_positions = takes_positions(model)
+        self._configurations = configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)  # Those that all passes may take
         self.masks_chunks = False  # Whether chunks attend by the family's own code, with a mask of queries and keys
         if hasattr(model.config, "max_inference_chunksize"):  # xLSTM would call all blocks once per part of a long row
@@ -108,7 +109,8 @@ class StreamedModel:
         owners = self._outer_owners = {owner for owner, _, _ in self._owners.values()} - inside
         holders = {owner for owner in owners if any(module in inside for module in owner.modules())}
         self._runners = runners_of(self.model, owners - holders)
-        outside, stand_ins = set(self._runners.values()), self._stand_ins
+        outside = set(self._runners.values())
+        stand_ins = self._stand_ins
         called: list[nn.Module] = []
 
         def note(module: nn.Module, _: Any) -> None:
@@ -144,7 +146,8 @@ class StreamedModel:
                 hook.remove()
 
     def _find_links(self, calls: BlockCalls, probe: BlockProbe) -> None:
-        carried, consumed = set(), set()
+        carried = set()
+        consumed = set()
         for block, (args, kwargs) in enumerate(calls.arguments):
             for path, leaf in argument_paths(args, kwargs):
                 if isinstance(leaf, torch.Tensor):
@@ -174,7 +177,8 @@ class StreamedModel:
                 f"{self._name} cannot be split at its blocks: hidden states of {META_TOKENS} tokens have the "
                 f"shape {tuple(hidden.shape)}, in which no dimension counts them."
             )
-        self.token_dim, self.hidden_size = changed[0], hidden.numel() // META_TOKENS
+        self.token_dim = changed[0]
+        self.hidden_size = hidden.numel() // META_TOKENS
 
     def _try_head(self, hidden: torch.Tensor) -> None:
         def run() -> None:
@@ -302,7 +306,8 @@ class StreamedModel:
         ):
             self.model(**known, use_cache=False)
         calls.cache = cache
-        hidden, calls.first_hidden = calls.first_hidden, None
+        hidden = calls.first_hidden
+        calls.first_hidden = None
         assert hidden is not None
         return hidden, calls
 
@@ -351,7 +356,8 @@ class StreamedModel:
         assert calls.cache is not None
         calls.cache.row = row
         args, kwargs = calls.arguments[index]
-        block, hidden = self.blocks[index], torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
+        block = self.blocks[index]
+        hidden = torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
         with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
             block(hidden, *args, **kwargs)
 

@@ -107,7 +107,8 @@ class TrainingBatch:
         survey = chunk_survey(stack)  # settles how the model attends to earlier chunks, too
         if not survey.keys:
             raise UserError(f"Rows do not pass through {type(stack.model).__name__} in chunks: leave --chunk out.")
-        mask, positions = self.inputs.get("attention_mask"), self.inputs.get("position_ids")
+        mask = self.inputs.get("attention_mask")
+        positions = self.inputs.get("position_ids")
         others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids", PADDING}
         what = next(iter(sorted(others)), None)
         if isinstance(mask, torch.Tensor) and not (mask.dim() == 2 and bool(mask.all())):
@@ -231,7 +232,8 @@ def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: to
             shapes |= {tuple(value.shape[axis] for axis in axes)} if value.dim() > 2 else {tuple(value.shape)}
         if value is not None and (not isinstance(value, torch.Tensor) or len(shapes) > 1 or value.dim() < 2):
             raise UserError(f"{name} is {_described(value)}, and input_ids are {list(ids.shape)}: they do not match.")
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
     if isinstance(positions, torch.Tensor):
         _check_range("position_ids hold", positions, _learned_positions(model), "this model's positions")
         if restarts(positions):

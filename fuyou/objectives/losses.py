@@ -67,12 +67,15 @@ class PairObjective(Objective):
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all pairs."""
-        out, reference = batch.out, batch.reference
+        out = batch.out
+        reference = batch.reference
         assert reference is not None
         log_probs = (out["log_probs"] * out.mask).sum(1)
         rewards = self._beta * (log_probs - (reference if reference.dim() == 1 else (reference * out.mask).sum(1)))
-        chosen, rejected = rewards[0::2], rewards[1::2]
-        log_probs_chosen, log_probs_rejected = log_probs[0::2], log_probs[1::2]
+        chosen = rewards[0::2]
+        rejected = rewards[1::2]
+        log_probs_chosen = log_probs[0::2]
+        log_probs_rejected = log_probs[1::2]
         (pairs,) = batch.sum_over_ranks([len(chosen)])
         watched = {
             "rewards/chosen": chosen,
@@ -117,7 +120,8 @@ class ClassObjective(Objective):
 
     def learn(self, batch: BatchNumbers) -> Learned:
         """Return the mean loss of all rows."""
-        out, labels = batch.out, batch.extras["labels"]
+        out = batch.out
+        labels = batch.extras["labels"]
         (rows,) = batch.sum_over_ranks([len(labels)])
         right = out["logits"].detach().flatten(0, -2).argmax(-1) == labels
         return Learned(-out["log_probs"].sum() / rows, {"accuracy": right.float()})

@@ -41,7 +41,8 @@ class OwnedParameters:
     """Parameters in the part of a record that this rank updates."""
 
     def __init__(self, record: Record):
-        first, owned = record.share.owned_start(record.numel), record.owned
+        first = record.share.owned_start(record.numel)
+        owned = record.owned
         slots = sorted(range(len(record.parameters)), key=lambda index: record.parameters[index].offset)
         ends = [record.parameters[index].offset for index in slots[1:]] + [record.numel]
         # Indices of parameters, and the elements [start, stop) of this rank that hold them and the padding behind them.
@@ -49,7 +50,8 @@ class OwnedParameters:
         marked: list[tuple[int, int]] = []
         for index, end in zip(slots, ends, strict=True):
             slot = record.parameters[index]
-            start, stop = max(slot.offset - first, 0), min(end - first, owned)
+            start = max(slot.offset - first, 0)
+            stop = min(end - first, owned)
             if start < stop:
                 self._parts.append((index, start, stop))
                 if first + start < slot.offset + slot.numel:  # else it is nothing but padding
@@ -71,7 +73,8 @@ class OwnedParameters:
         """
         runs: list[UpdateRange] = []
         for index, first, end in self._parts:
-            start, stop = max(first, chunk.start) - chunk.start, min(end, chunk.stop) - chunk.start
+            start = max(first, chunk.start) - chunk.start
+            stop = min(end, chunk.stop) - chunk.start
             if start >= stop or index in absent:
                 continue
             count = missed.get(index, 0)

@@ -33,7 +33,8 @@ class ChunkOptimizer:
     """
 
     def __init__(self, optimizer: str = ADAMW, kernels: Kernels | None = None):
-        self._name, self._kernels = optimizer, kernels
+        self._name = optimizer
+        self._kernels = kernels
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
@@ -128,9 +129,11 @@ def slow_updates(precision: Precision) -> tuple[str, str] | None:
     if not needs_kernels or tried_kernels(optimizer) is not None:
         return None
     library = compiled_library()
-    reason, remedy = "compiled ones give other bits on this processor", "They are right, only slow."
+    reason = "compiled ones give other bits on this processor"
+    remedy = "They are right, only slow."
     if isinstance(library, str):
-        reason, remedy = library, "Install a C++ compiler: apt install g++"
+        reason = library
+        remedy = "Install a C++ compiler: apt install g++"
     return f"Adam's updates take {SLOWER[optimizer]} times as long as compiled ones: {reason}.", remedy
 
 
@@ -148,9 +151,11 @@ def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
 
 
 def _states(optimizer: str, split_weights: bool) -> OptimizerStates:
-    parameter, low = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02, None
+    parameter = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    low = None
     if split_weights:
-        master, low = parameter, torch.empty(_ELEMENTS, dtype=torch.int16 if optimizer == ADAMW else torch.int8)
+        master = parameter
+        low = torch.empty(_ELEMENTS, dtype=torch.int16 if optimizer == ADAMW else torch.int8)
         parameter = torch.empty(_ELEMENTS, dtype=torch.bfloat16)
         split(master, parameter, low)
     return OptimizerStates.before_training(parameter, low, optimizer)

@@ -159,7 +159,8 @@ class Kernels:
             scale: factor for the gradient.
         """
         assert gradient.dtype == (torch.float32 if states.low is None else torch.bfloat16)
-        size, function = states.parameter.numel(), self._functions[optimizer]
+        size = states.parameter.numel()
+        function = self._functions[optimizer]
         share = max(_SMALLEST_SHARE, -(-size // (self._threads * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS)
         parts = [slice(start, min(start + share, size)) for start in range(0, size, share)]
         jobs = [_job(states.part(part), gradient[part], adam, count, scale) for part in parts]

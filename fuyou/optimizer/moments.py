@@ -40,7 +40,8 @@ def split_in_place(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) 
     Such NaNs are quiet and have nothing in their lower 16 bits, so they need no rounding. Only NaNs from elsewhere (a
     weight file) can have other payloads.
     """
-    bits, width = master.view(torch.int32), 8 * low.dtype.itemsize
+    bits = master.view(torch.int32)
+    width = 8 * low.dtype.itemsize
     if width == 8:
         bits.add_(0x80).bitwise_right_shift_(8)
     # A cast keeps the lowest bits. Those of the difference are those of ``bits``: ``high`` has none there.
@@ -77,7 +78,8 @@ class MomentCode:
     """
 
     def __init__(self, signed: bool):
-        self.signed, codes = signed, np.arange(256, dtype=np.uint8)
+        self.signed = signed
+        codes = np.arange(256, dtype=np.uint8)
         levels = codes.view(np.int8) / 127 if signed else codes / 255
         self.values = (levels / (2 - np.abs(levels)) if signed else levels**2).astype(np.float32)  # by code
 
@@ -114,7 +116,8 @@ class OptimizerStates(NamedTuple):
         cls, parameter: torch.Tensor, low: torch.Tensor | None, optimizer: str = ADAMW
     ) -> "OptimizerStates":
         """Return the states before the first step: moments of zero, in fp32 or in 8 bits."""
-        blockwise, count = optimizer != ADAMW, parameter.numel()
+        blockwise = optimizer != ADAMW
+        count = parameter.numel()
         dtype = torch.uint8 if blockwise else torch.float32
         scales = tuple(torch.zeros(count // BLOCK_ELEMENTS) for _ in MOMENTS if blockwise)
         return cls(parameter, low, tuple(torch.zeros(count, dtype=dtype) for _ in MOMENTS), scales)

@@ -19,7 +19,8 @@ class NonFiniteLoss(FinetuneError):
             "data of that step usually helps; if the next step fails too, the weights had diverged before, and only a "
             "new run helps."
         )
-        self.step, self.committed = step, committed
+        self.step = step
+        self.committed = committed
 
 
 def check_finite(step: int, loss: float, norm: float, committed: int) -> None:

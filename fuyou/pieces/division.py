@@ -152,7 +152,8 @@ def in_pieces(stack: StreamedModel, layout: ModelLayout, piece_bytes: int) -> Mo
     Raises:
         UserError: if this family's blocks cannot be cut.
     """
-    pieces, orders = [], []
+    pieces = []
+    orders = []
     for layer, (index,) in enumerate(layout.blocks):
         record = layout.records[index]
         sizes = {slot.name: slot.span * record.precision.parameter_bytes for slot in record.parameters}

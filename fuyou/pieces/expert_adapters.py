@@ -30,8 +30,10 @@ class Factors:
     @staticmethod
     def of_all(wrapper: Any) -> "Factors":
         """Return what ``ParamWrapper.get_delta_factors`` does, without its cast: that makes copies for all experts."""
-        adapter, experts = only_adapter(wrapper), wrapper.num_experts
-        first, second = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        adapter = only_adapter(wrapper)
+        experts = wrapper.num_experts
+        first = wrapper.lora_A[adapter].weight
+        second = wrapper.lora_B[adapter].weight
         left = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
         right = first.reshape(experts, -1, first.shape[-1])
         if not wrapper._did_swap_in_out_features:

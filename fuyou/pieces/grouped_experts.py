@@ -66,7 +66,9 @@ class GroupedExperts:
         skips: bool,
     ):
         self.skips = skips
-        self._module, self._source, self._wrappers = module, source, wrappers
+        self._module = module
+        self._source = source
+        self._wrappers = wrappers
         # The parts of each range of experts, by name in the module
         self._parts = [
             {name.rpartition(".")[2]: part for name, part in zip(parts, of_range, strict=True)}
@@ -289,7 +291,9 @@ class _Grouped(torch.autograd.Function):
         weights: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.experts, ctx.factors = experts, factors  # which are views of what outlives the pass
+        # which are views of what outlives the pass
+        ctx.experts = experts
+        ctx.factors = factors
         ctx.leaves = len(tensors) - len(tensors_of(factors))
         ctx.save_for_backward(hidden, index, weights)
         return torch.zeros_like(hidden) if experts.skips else experts.forward(hidden, index, weights, factors)

@@ -60,7 +60,8 @@ class Handle(torch.Tensor):
             dtype=geometry.dtype,
             device=device,
         )
-        handle.geometry, handle.origin = geometry, origin
+        handle.geometry = geometry
+        handle.origin = origin
         return handle
 
     def in_memory(self, weights: Weights) -> torch.Tensor:
@@ -150,7 +151,8 @@ def _name(handle: Handle) -> str:
 
 def hand_on(leaf: Handle, take: Callable[[torch.Tensor], None]) -> None:
     """Let ``take`` have the gradient of ``leaf`` as soon as autograd has it, and let nothing stay in its place."""
-    geometry, device = leaf.geometry, leaf.device
+    geometry = leaf.geometry
+    device = leaf.device
 
     def replace(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
@@ -235,7 +237,8 @@ class PieceHandles:
         device: torch.device | None = None,
     ):
         self.parameters: dict[str, torch.Tensor] = {}  # Handles by all names of the parameters
-        self._stack, self._device = stack, device or stack.device
+        self._stack = stack
+        self._device = device or stack.device
         self._trained = frozenset(trained)
         self.source = PieceSource(pieces, on_gradient)
         parts: dict[str, list[PiecePart]] = {}

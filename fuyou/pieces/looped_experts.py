@@ -24,7 +24,8 @@ class LoopedExperts:
     """
 
     def __init__(self, module: nn.Module, source: PieceSource, parts: Mapping[str, Sequence[PiecePart]]):
-        self._module, self._forward = module, module.forward
+        self._module = module
+        self._forward = module.forward
         self._source = source
         self._ranges = [list(of_range) for of_range in zip(*parts.values(), strict=False)]
 
@@ -51,7 +52,8 @@ class _Needed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, experts: LoopedExperts, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.experts, ctx.inputs = experts, (hidden, weights)
+        ctx.experts = experts
+        ctx.inputs = (hidden, weights)
         experts.need(Use.FORWARD)
         return torch.empty_like(hidden)
 

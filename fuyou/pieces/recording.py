@@ -32,7 +32,8 @@ class LiveBytes(TorchDispatchMode):
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
         for leaf in filter(_has_storage, tree_leaves(result)):
             storage = leaf.untyped_storage()
-            identity, nbytes = storage._cdata, storage.nbytes()
+            identity = storage._cdata
+            nbytes = storage.nbytes()
             if nbytes and identity not in given and identity not in self._seen:
                 self._seen.add(identity)
                 self.now += nbytes
@@ -84,7 +85,8 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
     Raises:
         Exception: of any kind, if the block cannot be cut in pieces, or its code fails without values.
     """
-    recorder, block = _UseRecorder(stack, pieces), stack.blocks[layer]
+    recorder = _UseRecorder(stack, pieces)
+    block = stack.blocks[layer]
     hidden, args, kwargs = meta_call(stack, layer)
     hidden = hidden.detach().requires_grad_(backward)
     trained = {part.name for piece in pieces for part in piece if stack.model.get_parameter(part.name).requires_grad}

@@ -61,7 +61,8 @@ def current_supply() -> Supply:
 @contextmanager
 def supplying(supply: Supply) -> Iterator[None]:
     """Let this thread get pieces from ``supply`` while the context is open."""
-    before, _local.supply = _local.supply, supply
+    before = _local.supply
+    _local.supply = supply
     try:
         yield
     finally:
@@ -122,14 +123,16 @@ class PieceRun(Generic[T]):
         self.ended = False  # Whether the pass has ended
         self._work: Callable[[], T] | None = work
         self._device = device
-        self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        self._context = contextvars.copy_context()
         self._documents = current_documents()
         self._piece: int | None = None
         self._weights: Weights | None = None
         self._value: T | None = None
         self._error: BaseException | None = None
         self._closed = False
-        self._to_run, self._to_caller = threading.Semaphore(0), threading.Semaphore(0)
+        self._to_run = threading.Semaphore(0)
+        self._to_caller = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._stream: Any = None
 
@@ -154,7 +157,9 @@ class PieceRun(Generic[T]):
             raise FinetuneError("A pass through a block in pieces was continued after it was closed.")
         if self.ended or (self._thread is not None and self.wanted != piece):
             return self.ended
-        self._piece, self._weights, self.wanted = piece, weights, None
+        self._piece = piece
+        self._weights = weights
+        self.wanted = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         with self._own_state():
@@ -164,7 +169,8 @@ class PieceRun(Generic[T]):
             else:
                 self._to_run.release()
             self._to_caller.acquire()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return bool(self.ended)
@@ -193,7 +199,8 @@ class PieceRun(Generic[T]):
         try:
             yield
         finally:
-            self.random_state, self._documents = random_states(self._device), current_documents()
+            self.random_state = random_states(self._device)
+            self._documents = current_documents()
             set_random_states(outer[0], self._device)
             replace_documents(outer[1])
 
@@ -207,7 +214,9 @@ class PieceRun(Generic[T]):
             raise _Abandoned
         (piece,) = pieces
         if piece != self._piece:
-            self._piece, self._weights, self.wanted = None, None, piece
+            self._piece = None
+            self._weights = None
+            self.wanted = piece
             self._to_caller.release()
             self._to_run.acquire()
             if self._closed:

@@ -17,7 +17,9 @@ from fuyou.planner.search import choose
 from fuyou.runtime.device import Device
 from fuyou.runtime.ranks import Agreement, ClusterTopology, gather
 
-_SMALL_BYTES, _SMALL_ROUNDS = 64, 8  # For the fixed cost of an exchange
+# For the fixed cost of an exchange
+_SMALL_BYTES = 64
+_SMALL_ROUNDS = 8
 _LARGE_BYTES = 16 << 20  # For the rate: 0.13 s at 1 Gbit/s
 
 
@@ -33,7 +35,8 @@ def choose_settings(
         plan: this rank's part of the run, with its drives and the limits that all ranks have.
         topology: links to the other ranks, which are measured; None if there are no other ranks.
     """
-    is_rank0, is_profiled = plan.job.layout.share.rank == 0, False
+    is_rank0 = plan.job.layout.share.rank == 0
+    is_profiled = False
     with contextlib.suppress(UserError):  # the engine will say what does not fit
         is_profiled = is_rank0 and plan.profile is not None
     if not agreement.all_gather_object(is_profiled)[0]:
@@ -51,7 +54,8 @@ def _best_settings(plan: RunPlan, links: RankLinks | None) -> dict[str, Any] | N
     """Return the options as JSON, from a profile that there is; None if nothing fits."""
     job, (host, device) = plan.fitted, plan.limits
     assert plan.profile is not None
-    rows, ranks = plan.memory.batch.micro_rows, job.layout.share.ranks_per_node
+    rows = plan.memory.batch.micro_rows
+    ranks = job.layout.share.ranks_per_node
     shared = plan.device.shares_host_memory
     machine = profiled_machine(plan.profile, shared, device, host * ranks, plan.directories, None)
     if links is not None:
@@ -75,7 +79,8 @@ def measure_links(topology: ClusterTopology, device: Device, agreement: Agreemen
     that share a wire are measured sharing it.
     """
     groups = topology.gather_groups
-    rates, messages = [], [0.0]
+    rates = []
+    messages = [0.0]
     for group in (groups.intra_node, groups.inter_node):
         rate = float("inf")
         if group is not None:

@@ -34,7 +34,9 @@ from fuyou.schedule.tasks import SSD_WRITES, ComputeTask, Op, Resource, StepList
 _MAX_TASKS = 640  # Visits times micro-batches in a step that is only simulated to compare
 # Steps until one is like the next: two, with deferred updates one more, and another one where what is written from host
 # memory, when a step has been committed, is what the step after the next waits for.
-_STEPS, _STEPS_DEFERRING, _STEPS_WRITING_LATE = 2, 3, 4
+_STEPS = 2
+_STEPS_DEFERRING = 3
+_STEPS_WRITING_LATE = 4
 
 
 class Evaluator:
@@ -47,7 +49,8 @@ class Evaluator:
             job, _ = fitting_job(job, machine.device_bytes, machine.host_bytes, machine.cpu)
         except UserError as error:
             self._too_small = error  # which every candidate meets
-        self.job, self._device = job, "cpu" if machine.cpu else "cuda"
+        self.job = job
+        self._device = "cpu" if machine.cpu else "cuda"
         self._activation_planners: dict[ActivationPolicy, ActivationPlanner] = {}
         self._memories: dict[tuple[Candidate, int | None], MemoryPlan] = {}
         self._known: dict[tuple[Candidate, bool], Plan] = {}
@@ -107,13 +110,16 @@ class Evaluator:
 
         Of the outputs that it saves, what memory cannot hold must be on the drives when the pass ends.
         """
-        job, memory = self.job, self.memory(candidate)
-        batch, counts = memory.batch, memory.counts
+        job = self.job
+        memory = self.memory(candidate)
+        batch = memory.batch
+        counts = memory.counts
         if not memory.saved_bytes or batch.chunks > 1:
             return 0.0
         sets = len(self.activation_planner(candidate).layers) * batch.micro_batches
         spilled = (sets - counts.device_saved - counts.host_saved) * memory.saved_bytes
-        rates, visits = self._rates_for(batch.micro_rows), len(job.layout.blocks) * batch.micro_batches
+        rates = self._rates_for(batch.micro_rows)
+        visits = len(job.layout.blocks) * batch.micro_batches
         computing = 2 * job.block_parameters * job.tokens / job.layout.share.world_size / rates.flops_per_second
         return max(0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0]))
 
@@ -168,13 +174,16 @@ class Evaluator:
 
         Of a block's forward pass and its backward pass, which computes the forward pass once more.
         """
-        job, tokens = self.job, self._columns
+        job = self.job
+        tokens = self._columns
         if tokens == job.seq_len or self.trace is None:
             return ()
         counted = 2 * job.block_parameters / len(job.layout.blocks) * tokens / self.trace.flops()
-        forward, backward = counted, (1 + ATTENTION_BACKWARD) * counted
+        forward = counted
+        backward = (1 + ATTENTION_BACKWARD) * counted
         if self.machine.compute is not None:  # attention has separate rates, at which chunks attend to earlier ones
-            kernel, rates = self.machine.compute.flash2, self.rates
+            kernel = self.machine.compute.flash2
+            rates = self.rates
             assert rates.backward_flops_per_second is not None
             forward = rates.flops_per_second / kernel.forward
             seconds = 1 / kernel.forward + ATTENTION_BACKWARD / kernel.backward
@@ -200,7 +209,8 @@ class Evaluator:
         return self._known_rates[rows]
 
     def _new_rates(self, rows: int) -> TaskRates:
-        machine, job = self.machine, self.job
+        machine = self.machine
+        job = self.job
         if self.trace is None:
             return machine.rates
         if machine.profile is not None:
@@ -257,7 +267,8 @@ class Evaluator:
     def _simulate(
         self, candidate: Candidate, memory: MemoryPlan, plan: MemoryPlan, clipped: bool | None
     ) -> SteadyState:
-        job, batch = self.job, memory.batch
+        job = self.job
+        batch = memory.batch
         deferred = self.update_policy(candidate).deferred(job.layout)
         waits = bool(deferred) or job.clips
         writes_late = waits and bool(plan.resident)
@@ -324,14 +335,16 @@ class Evaluator:
 
 def merge_micro_batches(plan: MemoryPlan, layers: int) -> MemoryPlan:
     """Return a plan for the same step in fewer, larger micro-batches, regardless of device memory."""
-    several, counts = plan.batch.micro_batches, plan.counts
+    several = plan.batch.micro_batches
+    counts = plan.counts
     few = max(1, _MAX_TASKS // (2 * layers))
     if several < 2 * few or plan.batch.chunks > 1:
         return plan
     batch = replace(plan.batch, micro_rows=-(-plan.batch.rows // few))
     factor = several / batch.micro_batches
     everything = batch.activations(layers)
-    saved, spills = layers * batch.micro_batches, bool(counts.host_activations)
+    saved = layers * batch.micro_batches
+    spills = bool(counts.host_activations)
     device = max(4, int(counts.device_activations / factor)) if spills else everything
     device_saved = max(2, round(counts.device_saved / factor)) if counts.device_saved else 0
     # Where the drives have no part in it, all has its place in the host's memory, however that was rounded.

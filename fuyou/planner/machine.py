@@ -22,10 +22,12 @@ HOST_SECONDS = (0.002, 0.006)
 # Bytes that host memory moves per parameter and step. Of parameters and gradients: 6 between SSDs and memory, 4 to the
 # device, 2 from it, 4 that the optimizer reads and 2 that it writes. Each byte of its states: both ways to the SSDs,
 # and read and written.
-MEMORY_BYTES_PER_PARAMETER, MEMORY_BYTES_PER_STATE_BYTE = 18, 4
+MEMORY_BYTES_PER_PARAMETER = 18
+MEMORY_BYTES_PER_STATE_BYTE = 4
 DESKTOP_MEMORY = 256 << 30  # Most memory of a desktop
 # Assumed bytes per second of host memory: two channels of DDR5 in a desktop, eight of DDR4 in a server.
-DESKTOP_BANDWIDTH, SERVER_BANDWIDTH = 60e9, 160e9
+DESKTOP_BANDWIDTH = 60e9
+SERVER_BANDWIDTH = 160e9
 # Assumed seconds that an exchange between ranks takes besides its bytes: a round trip on Ethernet through the kernel,
 # and waking up threads on both ends.
 EXCHANGE_SECONDS = 100e-6
@@ -90,7 +92,8 @@ class RankLinks:
 
 def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks) -> Machine:
     """Return what one rank has of its node; drives, host memory, and optimizer are shared evenly."""
-    share, rates = 1 / ranks_per_node, machine.rates
+    share = 1 / ranks_per_node
+    rates = machine.rates
     shared = replace(
         rates,
         read_bytes_per_second=rates.read_bytes_per_second * share,

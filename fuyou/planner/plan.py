@@ -147,7 +147,9 @@ class Plan:
         With N nodes of M ranks, each rank moves ``(4 + 10/N) / M`` and ``(2 + 10/N) / M`` bytes, updates one parameter
         of N M, and sends ``4 (N - 1) / (N M)`` bytes to other nodes.
         """
-        precision, rates, share = self.job.layout.precision, self.machine.rates, self.job.layout.share
+        precision = self.job.layout.precision
+        rates = self.machine.rates
+        share = self.job.layout.share
         written = (precision.parameter_bytes + precision.state_bytes / share.nodes) / share.ranks_per_node
         read = written + precision.parameter_bytes / share.ranks_per_node
         sent = (precision.gradient_bytes + precision.parameter_bytes) * (share.nodes - 1) / share.world_size

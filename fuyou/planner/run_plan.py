@@ -43,7 +43,8 @@ class RunPlan:
     @cached_property
     def workload(self) -> ProfiledWorkload:
         """Return what a profile for this run measures: its micro-batch."""
-        job, memory = self.job, self.memory
+        job = self.job
+        memory = self.memory
         return ProfiledWorkload(
             job.config,
             job.layout.precision,

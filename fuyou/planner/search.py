@@ -53,7 +53,8 @@ def choose(evaluator: Evaluator) -> Plan:
     with no_garbage_collection():
         for clip_by in evaluator.job.clip_choices:
             _try_candidates(evaluator, clip_by)
-        points, days = frontier(evaluator), evaluator.job.drive_life
+        points = frontier(evaluator)
+        days = evaluator.job.drive_life
     if days == 0:
         return points[0]
     if days is None:
@@ -84,7 +85,8 @@ def _try_candidates(evaluator: Evaluator, clip_by: ClipBy) -> None:
     micro-batches leave memory on the device, so that more can come ahead of its use.
     """
     job = evaluator.job
-    fraction, activation_policy = job.deferred_fraction or 0.0, job.activation_policy or SAVE_NOTHING
+    fraction = job.deferred_fraction or 0.0
+    activation_policy = job.activation_policy or SAVE_NOTHING
     best = evaluator.evaluate(Candidate(job.micro_batch, fraction, activation_policy, clip_by))
     alike = [best]
     if job.micro_batch is None:
@@ -142,7 +144,8 @@ def _search_activation_policy(evaluator: Evaluator, best: Plan) -> Plan:
         )
         if better is best:
             break
-        best, taken = better, number
+        best = better
+        taken = number
     # A few of the larger sets, in some of the blocks: the last outputs that are worth keeping save the most in all.
     for number in sorted({taken, (taken + len(choices)) // 2, len(choices) - 1} - {len(choices)}):
         for quarters in (1, 2, 3):
@@ -182,7 +185,8 @@ def missing_space(needed: int, machine: Machine) -> tuple[str, ...]:
 def forward_seconds(result: Plan) -> float:
     """Return the seconds of a forward pass over one batch, by the resource that takes longest."""
     assert result.memory is not None
-    memory, job = result.memory, result.job
+    memory = result.memory
+    job = result.job
     scheduler = Scheduler(job.layout, memory.counts, resident=memory.resident, direct_reads=job.direct_reads)
     tasks = scheduler.evaluation(0, memory.batch_shape(memory.batch))
     return max(busy_seconds(tasks, Evaluator(result.job, result.machine).rates).values())

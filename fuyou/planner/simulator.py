@@ -25,7 +25,8 @@ from fuyou.schedule.tasks import EXCHANGES, SSD_READS, ComputeTask, Op, Resource
 _PIECE_BYTES = 4 << 20  # I/O moves in pieces of at most this size: the stripe of the store
 # Large records are simulated more coarsely, so that plans of the largest presets take seconds: none is cut into more
 # chunks than this, nor a chunk's states into more than two pieces.
-_MAX_CHUNKS, _CHUNK_PIECES = 8, 2
+_MAX_CHUNKS = 8
+_CHUNK_PIECES = 2
 Done = Callable[[], None]  # What is called when a piece of work is done
 
 
@@ -115,8 +116,10 @@ class SimulatedLink:
     """A link or a network: moves one thing after the other."""
 
     def __init__(self, clock: Simulation, bytes_per_second: float, start_seconds: float = 0.0):
-        self._clock, self._free_at = clock, 0.0
-        self._bytes_per_second, self._start_seconds = bytes_per_second, start_seconds
+        self._clock = clock
+        self._free_at = 0.0
+        self._bytes_per_second = bytes_per_second
+        self._start_seconds = start_seconds
 
     def move(self, task: Task, done: Done) -> None:
         """Move the bytes of ``task``, then call ``done``."""
@@ -142,7 +145,9 @@ class SimulatedDrives:
     """
 
     def __init__(self, clock: Simulation, rates: TaskRates, piece_bytes: int):
-        self._clock, self._rates, self._piece_bytes = clock, rates, piece_bytes
+        self._clock = clock
+        self._rates = rates
+        self._piece_bytes = piece_bytes
         self._queues: tuple[deque[_Transfer], ...] = (deque(), deque())
         self._turn = 0
         self._current: _Transfer | None = None
@@ -164,8 +169,11 @@ class SimulatedDrives:
         queue = self._queues[self._turn] or self._queues[1 - self._turn]
         if not queue:
             return
-        transfer, now = queue[0], self._clock.now
-        self._current, self._began, self._turn = transfer, now, 1 - transfer.pool
+        transfer = queue[0]
+        now = self._clock.now
+        self._current = transfer
+        self._began = now
+        self._turn = 1 - transfer.pool
         if transfer.pieces == 1 or self._queues[self._turn]:
             self._ends = [now + transfer.seconds]
         else:  # each from the end of the one before, as if it were an event
@@ -227,14 +235,18 @@ class OptimizerProcess:
         chunk_bytes = max(record.precision.state_nbytes(self._chunk_elements) for record in records)
         piece_bytes = max(_PIECE_BYTES, chunk_bytes // _CHUNK_PIECES)
         self.drives = SimulatedDrives(clock, rates, piece_bytes)
-        self._clock, self._rates, self._records, self._finish = clock, rates, records, finish
+        self._clock = clock
+        self._rates = rates
+        self._records = records
+        self._finish = finish
         self._free = ring_chunks if scale == 1 else max(2, -(-ring_chunks // scale))
         self._to_read: deque[_Chunk] = deque()
         self._to_update: deque[_Chunk] = deque()
         self._updates: deque[Task] = deque()
         self._unwritten: dict[int, int] = {}  # record -> number of its chunks that are not yet written
         self._writes: dict[int, Task] = {}  # record -> the task that ends when all of it is written
-        self._updating, self._begins = False, True  # Whether the next chunk is its record's first
+        self._updating = False
+        self._begins = True  # Whether the next chunk is its record's first
 
     def announce(self, index: int, resident: bool) -> None:
         record = self._records[index]
@@ -277,10 +289,12 @@ class OptimizerProcess:
     def _compute(self) -> None:
         if self._updating or not self._updates or not self._to_update or not self._to_update[0].ready:
             return
-        chunk, task = self._to_update.popleft(), self._updates[0]
+        chunk = self._to_update.popleft()
+        task = self._updates[0]
         if self._begins:
             task.started_at = self._clock.now
-        self._updating, self._begins = True, chunk.last
+        self._updating = True
+        self._begins = chunk.last
 
         def end() -> None:
             self._updating = False
@@ -316,7 +330,8 @@ class Simulator:
     def __init__(self, records: Sequence[Record], rates: TaskRates, ring_chunks: int, chunk_elements: int):
         self._rates = rates
         self._clock = Simulation()
-        intra_node, inter_node = rates.intra_node_bytes_per_second, rates.inter_node_bytes_per_second
+        intra_node = rates.intra_node_bytes_per_second
+        inter_node = rates.inter_node_bytes_per_second
         self._links = {
             Resource.HOST_TO_DEVICE: SimulatedLink(self._clock, rates.upload_bytes_per_second),
             Resource.DEVICE_TO_HOST: SimulatedLink(self._clock, rates.download_bytes_per_second),
@@ -414,7 +429,8 @@ class Simulator:
         self._advance(lane)
 
     def _finish(self, task: Task) -> None:
-        task.finished_at, task.done = self._clock.now, True
+        task.finished_at = self._clock.now
+        task.done = True
         remaining = self._remaining
         del remaining[task]
         for later in self._waiting.pop(task, ()):

@@ -31,7 +31,9 @@ GROUPS = {
     Resource.NONE: "steps",
 }
 # Lanes that are not kinds of task.
-ADAM_LANE, DRIVE_LANE, STEP_LANE = "Adam computing", "all traffic", "step"
+ADAM_LANE = "Adam computing"
+DRIVE_LANE = "all traffic"
+STEP_LANE = "step"
 _NOT_DRAWN = (Op.STATE_READ, Op.STEP)  # They take no time
 
 
@@ -124,11 +126,15 @@ def _metadata(kind: str, name: str, group: int, thread: int, order: int) -> list
 
 
 def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> list[dict[str, Any]]:
-    events, where, free = [], {"ph": "X", "pid": group, "tid": thread}, begin
+    events = []
+    where = {"ph": "X", "pid": group, "tid": thread}
+    free = begin
     for span in sorted(spans, key=lambda span: (span.finished_at, span.started_at)):
-        start, free = max(span.started_at, free), max(span.started_at, free, span.finished_at)
+        start = max(span.started_at, free)
+        free = max(span.started_at, free, span.finished_at)
         # Both ends are rounded, not the length: rounding must not make neighbors overlap.
-        at, until = round((start - begin) * 1e6), round((free - begin) * 1e6)
+        at = round((start - begin) * 1e6)
+        until = round((free - begin) * 1e6)
         events.append(
             {**where, "name": span.name, "cat": span.lane, "ts": at, "dur": until - at, "args": dict(span.arguments)}
         )

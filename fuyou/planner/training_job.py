@@ -308,7 +308,8 @@ def _largest_pieces(
     divided: TrainingJob | None = None
     for parts in PARTS:
         try:
-            before, divided = divided, _cut(job, largest // parts)
+            before = divided
+            divided = _cut(job, largest // parts)
         except UserError as error:
             raise UserError(f"{too_small} And they cannot be in pieces: {error}") from error
         if before is not None and len(before.layout.records) == len(divided.layout.records):

@@ -92,7 +92,8 @@ class _Claim:
 @cache
 def own_code() -> str:
     """Return a digest of the code that the proof is about."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
     for folder in ("fuyou", "common/models", "common/data"):
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(file.read_bytes())
@@ -197,7 +198,8 @@ class _RefusedError(UserError):
 
 class _Proof:
     def __init__(self, claim: _Claim, small: PreTrainedConfig):
-        self._claim, self._small = claim, small
+        self._claim = claim
+        self._small = small
         self._name = claim.config.model_type
         self._is_narrow = claim.dtype != torch.float32
 

@@ -66,7 +66,8 @@ class MemoryTwin:
         trainable: Sequence[str] | None,
         packed: bool,
     ):
-        self._small, self._dtype = small, dtype
+        self._small = small
+        self._dtype = dtype
         self._plain = build_meta_model(small, dtype=dtype)
         # What the engine trains of this model: adapters for modules that exist in fewer layers, or names.
         self.adapters = _fitting_adapters(adapters, self._plain)
@@ -175,7 +176,8 @@ def config_parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrained
 @contextlib.contextmanager
 def seeded(number: int) -> Iterator[None]:
     """Draw the same random numbers each time, for any caller, and leave the caller's as they were."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python = random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002
     try:
         with own_random_numbers(number):
             random.seed(number)
@@ -263,7 +265,8 @@ class SmallStep:
     """
 
     def __init__(self, model: OpenModel, parameters: Mapping[str, torch.Tensor]):
-        self._model, self._layout = model, model.layout
+        self._model = model
+        self._layout = model.layout
         self._flat = {record.index: _flat(record, parameters) for record in self._layout.records}
         # As in a run: what a step has learnt about recomputing blocks, the next one makes use of.
         self._recomputations = BlockReplay()
@@ -332,7 +335,8 @@ class SmallStep:
             activations={kind: _Buffers() for kind in Activation},
             key_gradients=_Buffers(),
         )
-        heap, executor = SimpleNamespace(trim=lambda: None), SimpleNamespace(start=start, finish=finish)
+        heap = SimpleNamespace(trim=lambda: None)
+        executor = SimpleNamespace(start=start, finish=finish)
         return SimpleNamespace(buffers=buffers, heap=heap, executor=executor)
 
 

@@ -241,7 +241,8 @@ class CudaDevice(Device):
     def _advance_origin(self, event: torch.cuda.Event, seconds: float) -> None:
         """Count from a newer event: elapsed times are fp32 milliseconds, too coarse after hours."""
         if seconds > self._origin_seconds + _ORIGIN_SECONDS:
-            self._origin, self._origin_seconds = event, seconds
+            self._origin = event
+            self._origin_seconds = seconds
 
     def _mark(self, task: Task, stream: torch.cuda.Stream) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -277,7 +278,8 @@ def memory_limits(
     Raises:
         UserError: more host memory than the machine has, or nothing left of one memory for the host.
     """
-    budget, limit = None if host is None else parse_bytes(host), memory_limit_bytes()
+    budget = None if host is None else parse_bytes(host)
+    limit = memory_limit_bytes()
     if budget is not None and budget > limit:
         raise UserError(
             f"--host-memory {format_bytes(budget)} is more than this machine lets a process have, "
@@ -341,7 +343,8 @@ def check_kernels(device: torch.device) -> None:
     try:
         torch.ones(1, device=device).add_(1).item()
     except RuntimeError as error:
-        built, name = " ".join(torch.cuda.get_arch_list()), torch.cuda.get_device_name(device)
+        built = " ".join(torch.cuda.get_arch_list())
+        name = torch.cuda.get_device_name(device)
         raise UserError(
             f"{name} runs no kernel of this PyTorch {torch.__version__} ({on_one_line(error)}; built for {built}): "
             "install a build for it, or use device='cpu'."

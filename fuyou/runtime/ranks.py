@@ -93,7 +93,8 @@ def reduce_scatter(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequen
         filled: elements of each cell, on all ranks alike.
         arriving_bytes: memory to take for what arrives and for sums: longer cells are summed piece by piece.
     """
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     # K - 1 cells that arrive, and two fp32 values for every element: the sum, and the next term of it.
     piece = max(1, arriving_bytes // ((size - 1) * cells.element_size() + 8))
     for start in range(0, max(filled), piece):

@@ -51,7 +51,8 @@ class ActivationPools:
     def __init__(
         self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
     ):
-        self._activation, self._arguments = activation, arguments
+        self._activation = activation
+        self._arguments = arguments
         self._device, self._host = (
             Pool(f"{tier} activations ({activation.value})", count, self._next_use, spared=1, announced=True)
             for tier, count in (("device", device), ("host", host))
@@ -72,7 +73,8 @@ class ActivationPools:
     def begin(self, step: StepList, visits: Sequence[Visit], batch: BatchShape, nbytes: int) -> None:
         """Start a pass, with no activation alive and every use known; each takes ``nbytes``."""
         if visits is not self._visits or batch != self._batch:
-            self._visits, self._batch = visits, batch
+            self._visits = visits
+            self._batch = batch
             self._arguments_in_turn = [
                 self._arguments(visit, micro) for visit in visits for micro in batch.micro_batches_of(visit)
             ]
@@ -80,7 +82,8 @@ class ActivationPools:
             for position, (inputs, _) in reversed([*enumerate(self._arguments_in_turn)]):
                 for key in inputs:
                     self._positions.setdefault(key, []).append(position)
-        self._list, self._bytes = step, nbytes
+        self._list = step
+        self._bytes = nbytes
         self._uses = {key: positions.copy() for key, positions in self._positions.items()}
         self.arguments = iter(self._arguments_in_turn)
 

@@ -62,7 +62,8 @@ class Pool:
         # used since.
         self._ends = deque([0], maxlen=spared + 1)
         self.slots = [Slot() for _ in range(count)]
-        self._next_use, self._announced = next_use, announced
+        self._next_use = next_use
+        self._announced = announced
         # A heap: next use (negative), when last touched, index. Entries that do not hold any more are passed over.
         # None: made when it is needed, which it never is in a pool that holds everything.
         self._sorted: list[tuple[float, int, int]] | None = None
@@ -86,7 +87,8 @@ class Pool:
             pinned: objects that stay.
             spare_empty: whether, if only busy buffers are empty, an idle object leaves instead.
         """
-        pinned, empty = set(pinned), self._take_empty()
+        pinned = set(pinned)
+        empty = self._take_empty()
         evicted: tuple[int, float] | None = None
         if empty is None:
             evicted = self._needed_latest(pinned)
@@ -120,7 +122,8 @@ class Pool:
         stay = []
         while self._sorted and best is None:
             entry = heapq.heappop(self._sorted)
-            use, index = -entry[0], entry[2]
+            use = -entry[0]
+            index = entry[2]
             key = self.slots[index].key
             if key is None:
                 continue
@@ -183,7 +186,9 @@ class Pool:
     def fill(self, index: int, key: Hashable, ready: Task) -> None:
         """Assign ``key`` to buffer ``index``, which ``ready`` fills after all earlier users of the buffer."""
         slot = self.slots[index]
-        slot.key, slot.ready, slot.users = key, ready, []
+        slot.key = key
+        slot.ready = ready
+        slot.users = []
         self._where[key] = index
         self._newest = index
         self.touch(index)

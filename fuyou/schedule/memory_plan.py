@@ -21,7 +21,8 @@ from fuyou.schedule.workspace import Workspace
 #: Optimizer states move and are updated in chunks of this many parameters. Small ones (10 MB of low, mean and variance)
 #: keep reads, arithmetic and writes of one block going at the same time; large ones cost less Python per byte, which
 #: counts where blocks are large and drives many.
-SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 8 << 20
+SMALLEST_CHUNK = 1 << 20
+LARGEST_CHUNK = 8 << 20
 #: A block is cut into about this many chunks, if they come out between the two.
 CHUNKS_PER_BLOCK = 32
 #: Host memory that describes a parameter (modules, records, tasks): measured on Llamas of 60 to 160 blocks with LoRA.
@@ -43,7 +44,8 @@ DECODING_BYTES = 20 * ROW_ELEMENTS
 OUTPUT_BYTES = 32
 #: The head runs over ranges of tokens, each of which makes a whole gradient of its weights: with this many tokens that
 #: hardly counts; with few it costs more than all else. Fewer only where memory is short.
-HEAD_TOKENS, FEWEST_HEAD_TOKENS = 4096, 64
+HEAD_TOKENS = 4096
+FEWEST_HEAD_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ class MemoryCounter:
     """
 
     def __init__(self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]):
-        self._layout, self._config, self._cpu, self._saved_bytes = layout, config, cpu, saved_bytes
+        self._layout = layout
+        self._config = config
+        self._cpu = cpu
+        self._saved_bytes = saved_bytes
         self._workspace = Workspace(layout, config, cpu)
         self._adapters = len(layout.of_kind(Kind.ADAPTER))
         self._adapter_states = sum(record.state_nbytes for record in layout.of_kind(Kind.ADAPTER))
@@ -126,7 +131,9 @@ class MemoryCounter:
             ring_blocks: size of the optimizer's ring, in states of whole blocks.
             columns: tokens of each row that go through the head at once.
         """
-        layout, several, chunked = self._layout, batch.micro_batches > 1, batch.chunks > 1
+        layout = self._layout
+        several = batch.micro_batches > 1
+        chunked = batch.chunks > 1
         hidden = layout.hidden_size or self._config.get_text_config().hidden_size
         split = layout.precision.split
         plan = MemoryPlan(
@@ -156,8 +163,11 @@ class MemoryCounter:
         return 0 < self._adapters <= counts.host_adapters
 
     def _device_bytes(self, plan: MemoryPlan) -> int:
-        layout, batch, counts = self._layout, plan.batch, plan.counts
-        width, passing = layout.precision.parameter_bytes, batch.rows * batch.loss.passes
+        layout = self._layout
+        batch = plan.batch
+        counts = plan.counts
+        width = layout.precision.parameter_bytes
+        passing = batch.rows * batch.loss.passes
         images = layout.image_memory if layout.images else NO_IMAGES
         gradients = {
             Kind.BLOCK: _gradient_bytes(counts.device_block_gradients, width, plan.wide_blocks),
@@ -200,7 +210,9 @@ class MemoryCounter:
         return squares_bytes(max(self._layout.sizes[kind].trained_elements for kind in Kind))
 
     def _host_bytes(self, plan: MemoryPlan) -> int:
-        layout, counts, batch = self._layout, plan.counts, plan.batch
+        layout = self._layout
+        counts = plan.counts
+        batch = plan.batch
         return (
             sum(
                 counts.host(kind) * layout.sizes[kind].parameter_nbytes

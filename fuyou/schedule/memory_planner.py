@@ -48,10 +48,16 @@ class MemoryPlanner:
         saving_layers: int = 0,
         saved_bytes: Callable[[Batch], int] = lambda batch: 0,
     ):
-        self.layout, self._config = layout, config
-        self.device_limit, self.host_limit, self.cpu = device_limit, host_limit, cpu
-        self._deferred, self._speculative, self.host_cache = deferred, speculative, host_cache
-        self._saving_layers, self._saved_bytes = saving_layers, saved_bytes if saving_layers else lambda batch: 0
+        self.layout = layout
+        self._config = config
+        self.device_limit = device_limit
+        self.host_limit = host_limit
+        self.cpu = cpu
+        self._deferred = deferred
+        self._speculative = speculative
+        self.host_cache = host_cache
+        self._saving_layers = saving_layers
+        self._saved_bytes = saved_bytes if saving_layers else lambda batch: 0
         self._adapters = len(layout.of_kind(Kind.ADAPTER))
 
     def plan(
@@ -212,7 +218,8 @@ class MemoryPlanner:
         smaller = "" if batch.micro_rows == 1 or len(sizes) > 1 else " A smaller --micro-batch needs less."
         tokens = f"{batch.seq_len} tokens"
         if batch.chunks > 1:
-            smaller, tokens = " A smaller --chunk needs less.", f"{batch.columns} of {batch.seq_len} tokens"
+            smaller = " A smaller --chunk needs less."
+            tokens = f"{batch.columns} of {batch.seq_len} tokens"
         block, outer = (max(r.numel for r in self.layout.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
         towers = sum(record.numel for record in self.layout.of_kind(Kind.TOWER))
         in_towers = f", {towers:,} of them in towers that stay on the device" if towers else ""
@@ -298,7 +305,8 @@ class _Filler:
         room = free if limit is None else min(free, limit)
         more = max(0, min(room // block_bytes, blocks - counts.host_blocks))
         counts = replace(counts, host_blocks=counts.host_blocks + more)
-        room, free = room - more * block_bytes, free - more * block_bytes
+        room = room - more * block_bytes
+        free = free - more * block_bytes
         if speculative:
             counts, free = self._add_all_gradients(counts, free)
             room = min(room, free)
@@ -319,7 +327,8 @@ class _Filler:
         it."""
         names = {Kind.NON_BLOCK: "host_non_block_gradients", Kind.BLOCK: "host_block_gradients"}
         for kind, name in names.items():
-            nbytes, there = self.planner.layout.sizes[kind].gradient_nbytes, counts.host_gradients(kind)
+            nbytes = self.planner.layout.sizes[kind].gradient_nbytes
+            there = counts.host_gradients(kind)
             trained = sum(record.trainable for record in self.planner.layout.of_kind(kind))
             more = max(0, min(room // nbytes, trained - there)) if nbytes else 0
             counts = replace(counts, **{name: there + more})

@@ -22,7 +22,8 @@ class PassPosition:
         """Replace the visits; the position stays."""
         if visits is self.visits:
             return
-        self.visits, self._uses = visits, {}
+        self.visits = visits
+        self._uses = {}
         for position, visit in enumerate(visits):
             for record in visit.records:
                 self._uses.setdefault(record, []).append(position)

@@ -40,7 +40,9 @@ class RecordSlots:
     """
 
     def __init__(self, layout: ModelLayout, slot: int, host: Mapping[Kind, Pool], emit: AddTask):
-        self._layout, self._host, self._emit = layout, host, emit
+        self._layout = layout
+        self._host = host
+        self._emit = emit
         self._committed = slot
         self._unwritten: dict[int, UpdatedRecord] = {}  # resident records that are newer than on SSD
         self.newest = [slot if record.trainable else 0 for record in layout.records]
@@ -75,7 +77,8 @@ class RecordSlots:
         self.commit.step = step
 
     def _write(self, op: Op, updated: UpdatedRecord) -> None:
-        record, together = self._layout.records[updated.index], updated.ready is updated.update
+        record = self._layout.records[updated.index]
+        together = updated.ready is updated.update
         fields = {"record": updated.index, "source": updated.host, "target": self.target}
         nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
         writes = [self._emit(op, [updated.update], nbytes=nbytes, **fields)]
@@ -108,7 +111,10 @@ class ParameterPools:
             kind: Pool(f"device parameters ({kind.value})", counts.device(kind), next_use, _spared(counts.device(kind)))
             for kind in Kind
         }
-        self._host, self._slots, self._emit, self._used_from_host = host, slots, emit, used_from_host
+        self._host = host
+        self._slots = slots
+        self._emit = emit
+        self._used_from_host = used_from_host
 
     def begin_pass(self) -> None:
         """Start positions again, which changes all next uses."""
@@ -226,7 +232,9 @@ class GradientPools:
     """
 
     def __init__(self, layout: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
-        self._records, self._first_use, self._emit = layout.records, first_use, emit
+        self._records = layout.records
+        self._first_use = first_use
+        self._emit = emit
         self._pools = {
             kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind
         }
@@ -282,7 +290,8 @@ class GradientPools:
 
     def resolve_speculation(self, again: bool) -> list[Record]:
         """Return the records whose saved gradients are used ``again``; if not, drop these gradients."""
-        saved, self.kept = self.kept, {}
+        saved = self.kept
+        self.kept = {}
         if again:
             self.pending.update(saved)
             return [self._records[index] for index in saved]

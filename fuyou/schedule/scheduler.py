@@ -59,7 +59,9 @@ class Scheduler:
     ):
         self.layout = layout
         self.counts = counts
-        self._deferred, self._hold, self._speculate = frozenset(deferred), hold, speculate
+        self._deferred = frozenset(deferred)
+        self._hold = hold
+        self._speculate = speculate
         self._resident = frozenset(resident)
         self._loaded: set[int] = set()  # resident records whose states are in host memory
         self._ended: Task | None = None  # the STEP task of the newest step
@@ -108,7 +110,8 @@ class Scheduler:
         """
         assert commit or not self._speculate
         assert not self._gradients.kept, "resolve the speculation of the step before"
-        self._list, self._batch = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks), batch
+        self._list = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks)
+        self._batch = batch
         self._pass.follow(self._training_visits())
         self._activations.begin(self._list, self._pass.visits, batch, batch.activation_bytes)
         self._saved.begin(self._list, self._pass.visits, batch, batch.saved_bytes)
@@ -143,7 +146,8 @@ class Scheduler:
     def evaluation(self, step: int, batch: BatchShape) -> StepList:
         """Return the tasks of a forward pass that changes nothing. Pending updates must be flushed before."""
         assert not self.pending, "flush before evaluating"
-        self._list, self._batch = StepList(step), batch
+        self._list = StepList(step)
+        self._batch = batch
         training = self._pass.visits
         # What stays is for the next forward pass.
         self._pass.follow(self.layout.visits(False, batch.micro_batches, together=batch.together))
@@ -236,7 +240,8 @@ class Scheduler:
         inputs, outputs = next(self._activations.arguments)
         saved_input, saved_output = next(self._saved.arguments)
         if not (train or self._batch.chunks > 1):
-            saved_input, saved_output = [], []
+            saved_input = []
+            saved_output = []
         # Uploads share a lane: what is large and finds its buffer free comes before what may have to wait for one.
         for key in saved_input:
             compute.saved = self._saved.fetch(key, saved_input, compute)
@@ -284,7 +289,8 @@ class Scheduler:
 
     def _reduce(self, record: Record, buffer: int, ready: Task) -> Task:
         """Sum a gradient over all ranks, inside nodes, then between them; return the task after which it is there."""
-        share, width = record.share, record.precision.gradient_bytes
+        share = record.share
+        width = record.precision.gradient_bytes
         if share.ranks_per_node > 1:
             nbytes = (sum(record.filled_slices) - record.filled_slices[share.local_rank]) * width
             ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)

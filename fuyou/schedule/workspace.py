@@ -30,7 +30,9 @@ class Workspace:
     """The memory that one model computes in."""
 
     def __init__(self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool):
-        self._layout, self._text, self._cpu = layout, config.get_text_config(), cpu
+        self._layout = layout
+        self._text = config.get_text_config()
+        self._cpu = cpu
         self._width = layout.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
         self._feed_forward = 2 * _active_width(self._text)  # What any saves: the gated ones of most families, 4 times
@@ -42,10 +44,12 @@ class Workspace:
         Args:
             columns: tokens of each row that go through the head at once.
         """
-        layout, width = self._layout, self._width
+        layout = self._layout
+        width = self._width
         images = layout.image_memory if layout.images else NO_IMAGES
         # Gradients that are not in their record's sum yet: of one parameter, twice.
-        block, gradients = self._block(batch), 2 * layout.sizes[Kind.BLOCK].trained_parameter * width
+        block = self._block(batch)
+        gradients = 2 * layout.sizes[Kind.BLOCK].trained_parameter * width
         past = self._past(batch) if batch.chunks > 1 else 0
         if past:  # a feed-forward network is not there while a block attends, and in its backward pass has gradients
             wide = batch.micro_tokens * self._feed_forward * width
@@ -59,8 +63,10 @@ class Workspace:
         )
 
     def _head(self, batch: Batch, columns: int) -> int:
-        layout, width = self._layout, self._width
-        tokens, vocabulary = columns * batch.micro_rows, self._text.vocab_size
+        layout = self._layout
+        width = self._width
+        tokens = columns * batch.micro_rows
+        vocabulary = self._text.vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width
         logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
         logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
@@ -70,7 +76,8 @@ class Workspace:
         return head + tokens * layout.non_block_adapter_memory.per_token + layout.non_block_adapter_memory.fixed
 
     def _block(self, batch: Batch) -> int:
-        layout, adapting = self._layout, self._layout.block_adapter_memory
+        layout = self._layout
+        adapting = self._layout.block_adapter_memory
         streams = max(1, layout.hidden_size // self._text.hidden_size)
         per_token = streams * self._elements * self._width
         per_token += ROUTER_BYTES * layout.router_experts + adapting.per_token
@@ -82,7 +89,8 @@ class Workspace:
 
     def _past(self, batch: Batch) -> int:
         """Return the bytes that a chunk takes for the tokens before it, none of which the head meets."""
-        keys, length = self._layout.key_memory(), batch.seq_len
+        keys = self._layout.key_memory()
+        length = batch.seq_len
         dense = keys.pairs * batch.columns * length
         return length * keys.computing + (dense or self._layout.attention.chunk_bytes(batch.columns, length, self._cpu))
 
@@ -93,7 +101,8 @@ class Workspace:
         compute range by range: this is enough if half of all rows (pairs of a token and an expert) are in one range.
         Besides there are gradients of all rows. None of that exists while a linear layer computes with its adapter.
         """
-        hidden, experts = self._text.hidden_size * self._width, expert_width(self._text) * self._width
+        hidden = self._text.hidden_size * self._width
+        experts = expert_width(self._text) * self._width
         in_experts = 2 * self._chosen * hidden + 2 * experts
         in_adapter = self._layout.block_adapter_memory.passing_per_token
         per_token += 2 * (1 + self._chosen) * hidden - 2 * experts - min(in_experts, in_adapter)

@@ -60,7 +60,8 @@ class AdaptedModel:
     ):
         if adapters is not None and trainable is not None:
             raise UserError("adapters freeze all other parameters: give either adapters or trainable.")
-        self.config, self.checkpoint = config, checkpoint
+        self.config = config
+        self.checkpoint = checkpoint
         self.task_type = task_type_of(config)
         self.model = self.base = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
         self.adapters: Adapters | None = None
@@ -82,7 +83,8 @@ class AdaptedModel:
 
     def unknown_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return those tokens whose rows in the embeddings or the head are 0, if the head is not trained."""
-        head, source = self.model.get_output_embeddings(), self.source
+        head = self.model.get_output_embeddings()
+        source = self.source
         if self.adapters is None or source is None or not isinstance(head, nn.Linear) or head.weight.requires_grad:
             return []
         layers = [head, *(layer for layer in (self.model.get_input_embeddings(),) if isinstance(layer, nn.Embedding))]

@@ -103,15 +103,19 @@ class Adapters:
     ) -> None:
         check_supported(config)
         assert isinstance(config, LoraConfig)
-        self.model, self.config, self.base = model, config, ""
-        self._config, self._prefix = model.config, model.base_model_prefix
+        self.model = model
+        self.config = config
+        self.base = ""
+        self._config = model.config
+        self._prefix = model.base_model_prefix
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
         self._dtype = model.dtype
         before: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             before.setdefault(id(parameter), []).append(name)
-        modules, self._possible = [name for name, _ in model.named_modules()], possible_targets(model)
+        modules = [name for name, _ in model.named_modules()]
+        self._possible = possible_targets(model)
         with nullcontext() if saved is None else saved.fitting(type(model).__name__):
             refuse_unknown_copies(modules, config)
         settle_targets(model, config)
@@ -378,7 +382,8 @@ class _AdaptedSource(WeightSource):
     """A source of an adapted model. Buffers are read before adapters change the modules' names."""
 
     def __init__(self, adapters: Adapters, weights: WeightSource) -> None:
-        self._adapters, self._weights = adapters, weights
+        self._adapters = adapters
+        self._weights = weights
         self._own = frozenset(adapters.own_names)
 
     def check(self) -> None:
@@ -388,7 +393,8 @@ class _AdaptedSource(WeightSource):
         return self._weights.read_buffers()
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        base, extra = self._adapters.base_names, self._own
+        base = self._adapters.base_names
+        extra = self._own
         now = {base[name]: name for name in names if name not in extra}
         for before, value in self._weights.read(list(now)):
             yield now[before], value

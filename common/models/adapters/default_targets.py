@@ -33,7 +33,8 @@ def settle_targets(model: PreTrainedModel, config: PeftConfig) -> None:
     """
     if not isinstance(config, LoraConfig):
         return
-    targets, grouped = config.target_modules, _grouped_layers(model)
+    targets = config.target_modules
+    grouped = _grouped_layers(model)
     if targets == DENSE_LINEAR:
         names, left_out = _dense_names(model)
         config.target_modules = names
@@ -66,7 +67,8 @@ def has_routed_experts(model: nn.Module) -> bool:
 
 def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the last names of dense linear layers, and the paths of others that have the same ones."""
-    grouped, holders = set(_grouped_layers(model)), set(_expert_holders(model))
+    grouped = set(_grouped_layers(model))
+    holders = set(_expert_holders(model))
     head = model.get_output_embeddings()  # not that of a classifier, which is new: nothing else would train it
     dense: list[str] = []
     others: list[str] = []

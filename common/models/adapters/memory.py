@@ -17,11 +17,13 @@ from torch import nn
 
 # Bytes per token for each element that is kept until the backward pass: a fp32 copy of a layer's
 # input; with dropout also what that makes of it and its mask, and with DoRA the layer's output.
-SAVED, SAVED_MORE = 4, 7
+SAVED = 4
+SAVED_MORE = 7
 PASSING = 9  # Bytes for each such element in passing, in one layer at a time: products, scaled and added
 # Bytes for each element of a weight where the adapter is made as large as the weight (parameters of experts): kept for
 # the backward pass, and in passing.
-SAVED_WEIGHT, PASSING_WEIGHT = 4, 16
+SAVED_WEIGHT = 4
+PASSING_WEIGHT = 16
 # Bytes for each element of the factors of experts that are computed range by range, for the factors' gradients until
 # they reach the adapters' own. Of the weights of a range, the sums with the product of factors are kept for the
 # backward pass, in the weights' dtype, and a gradient as large comes in passing.

@@ -95,7 +95,8 @@ def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: L
         hint = did_you_mean(str(entry), {name.rpartition(".")[2] for name in known})
         what = "module with an adapter" if field in _PATTERNS else "module"
         if field in _PATTERNS and any(get_pattern_key([str(entry)], name) != name for name in adapted):
-            what, hint = f"{what} that no earlier entry matches", ""
+            what = f"{what} that no earlier entry matches"
+            hint = ""
         raise UserError(f"{field}: {entry!r} matches no {what}.{hint}")
 
 

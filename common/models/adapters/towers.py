@@ -19,7 +19,8 @@ def adapt_towers(model: PreTrainedModel, config: PeftConfig, freezing: TowerFree
     What is frozen is excluded, unless ``config`` itself excludes modules. A module of the projector that gets no
     adapter (that of Gemma 3 has no linear layer) is trained itself, as one of ``modules_to_save``.
     """
-    frozen, names = freezing.frozen(model), [name for name, _ in model.named_parameters()]
+    frozen = freezing.frozen(model)
+    names = [name for name, _ in model.named_parameters()]
     settings: Any = config
     excludes = bool(getattr(config, "exclude_modules", None))
     settle_targets(model, config)

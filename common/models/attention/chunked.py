@@ -253,7 +253,9 @@ def attend(
         logarithms.copy_(sinks)
     for tile in tiles:
         out, added = call.forward(tile, query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys])
-        before, total, added = logarithms[:, tile.queries], result[:, tile.queries], added.transpose(1, 2)
+        before = logarithms[:, tile.queries]
+        total = result[:, tile.queries]
+        added = added.transpose(1, 2)
         if joins:
             joined = torch.logaddexp(before, added)
             finite = joined.clamp(min=torch.finfo(dtype).min)
@@ -302,7 +304,8 @@ def _attention_by_chunk_backward(
     to_key, to_value = (torch.zeros_like(each[:, :, first:], dtype=dtype) for each in (key, value))
     flowing, result, logarithms = (each.transpose(1, 2) for each in (gradient, result, logarithms))
     for tile in tiles:
-        queries, keys = tile.queries, slice(tile.keys.start - first, tile.keys.stop - first)
+        queries = tile.queries
+        keys = slice(tile.keys.start - first, tile.keys.stop - first)
         added = call.backward(
             tile,
             flowing[:, :, queries],

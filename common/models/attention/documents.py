@@ -132,7 +132,8 @@ def _rotated_by_document(module: Any, forward: Callable[..., Any]) -> Callable[.
     def run(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if position_ids.is_meta or position_ids.dim() != 2:
             return forward(x, position_ids, *args, **kwargs)
-        places, padding = position_ids, _padding
+        places = position_ids
+        padding = _padding
         if padding is None or padding.shape[1] != position_ids.shape[1]:
             padding = torch.zeros_like(position_ids, dtype=torch.bool)
         if _lengths is None:

@@ -207,7 +207,8 @@ class _Experiment:
         self._positions = {"position_ids": positions.to(device)} if takes_positions(model) else {}
         # Whether a token is behind the first document of its row, bool `[B, S]`.
         self._later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
-        vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(7)
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(7)
         tokens = min(5, vocabulary // 2), vocabulary, positions.shape
         self._ids, other = (torch.randint(*tokens, generator=generator).to(device) for _ in range(2))
         self._changed = torch.where(self._later, self._ids, other)  # differ from them in the first documents only

@@ -69,7 +69,8 @@ class AttentionKernels:
     """The kernels that attention may take in a run: for a configuration, a dtype of hidden states, and a device."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device):
-        self._device, self._is_pinned = device, False
+        self._device = device
+        self._is_pinned = False
         switched_on = tuple(backend for backend, enabled in _SWITCHES.items() if enabled())
         # What is switched on now, without what PyTorch would take in only one of the two passes.
         self.backends = switched_on or (SDPBackend.MATH,)

@@ -14,11 +14,14 @@ from common.models.structure import first_number, layer_configs
 _EAGER_BYTES = 25
 # The same where it is because keys and values differ in width (DeepSeek-V3), measured: 12; and bytes for each element
 # of queries: fp32 copies, and the same scaled, of queries and keys.
-_UNEQUAL_BYTES, _UNEQUAL_COPIES = 14, 16
+_UNEQUAL_BYTES = 14
+_UNEQUAL_COPIES = 16
 _MASK_BYTES = 8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
 # What a chunk takes, measured on a CPU at most: fp32 values of each query, sums and results; keys and values of a tile,
 # copies and gradients; and where products compute scores, fp32 values of each score of a tile.
-_CHUNK_QUERIES, _CHUNK_KEYS, _CHUNK_SCORES = 3, 2, 4
+_CHUNK_QUERIES = 3
+_CHUNK_KEYS = 2
+_CHUNK_SCORES = 4
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
 
@@ -45,7 +48,8 @@ class AttentionMemory:
         heads, groups, keys, values = max((head_sizes(layer) for layer in layers), key=math.prod)
         sizes = [getattr(text, name, None) for name in _WINDOWS]
         window = min((size for size in sizes if isinstance(size, int) and size > 0), default=0)
-        unequal, capped = keys != values and not eager, bool(getattr(text, "attn_logit_softcapping", None))
+        unequal = keys != values and not eager
+        capped = bool(getattr(text, "attn_logit_softcapping", None))
         return AttentionMemory(
             heads if eager else 0, window, width, heads if unequal else 0, keys, values, heads, groups, capped
         )

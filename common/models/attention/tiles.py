@@ -75,8 +75,11 @@ def cut_into_tiles(view: View, queries: int, way: str) -> Iterator[Tile]:
     start = 0
     while start < queries:
         stop = min(start + step, queries, view.stop(start))
-        piece, first_own, end = slice(start, stop), view.past + start, view.past + stop
-        first, shared = view.first(start), view.first(stop - 1)
+        piece = slice(start, stop)
+        first_own = view.past + start
+        end = view.past + stop
+        first = view.first(start)
+        shared = view.first(stop - 1)
         if way == "products":
             tile = max(1, SCORES // (stop - start))
             for key in range(first, end, tile):

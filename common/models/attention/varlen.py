@@ -26,7 +26,8 @@ class Sequences(NamedTuple):
     def of_rows(query: torch.Tensor, key: torch.Tensor, causal: bool) -> "Sequences":
         """Return the rows of ``[B, H, q, D]``, each with its keys ``[B, G, n, D]``."""
         ends = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
-        queries, keys = query.shape[2], key.shape[2]
+        queries = query.shape[2]
+        keys = key.shape[2]
         return Sequences(ends * queries, ends * keys, queries, keys, causal)
 
     @staticmethod
@@ -37,7 +38,8 @@ class Sequences(NamedTuple):
         Copied from pinned memory: the host does not wait for the device."""
         ends = [row * starts[-1] + start for row in range(rows) for start in starts[:-1]] + [rows * starts[-1]]
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
-        on_device, longest = on_host.to(device, non_blocking=True), max(b - a for a, b in itertools.pairwise(starts))
+        on_device = on_host.to(device, non_blocking=True)
+        longest = max(b - a for a, b in itertools.pairwise(starts))
         return Sequences(on_device, on_device, longest, longest)
 
 

@@ -25,7 +25,8 @@ from common.models.checkpoint.export import (
     write_template,
 )
 
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 # Text that tokenizers split in different ways: at digits, cases, marks, and spaces.
 _SAMPLE = "x\nIn 2024, 1234567 users said: It's HERE, isn't IT?\n\n\tCafe\u0301 für 東京!!  x=y_z;\n"
 _FIRST_TOKENS = 3  # Tokens of the sample that are not compared

@@ -176,12 +176,14 @@ class CheckpointWriter:
             model = _untied(self.config, model)
             source = None if source is None else CheckpointSource(source.shards.directory, model)
         self.model = model
-        self.dtype, self.shard_bytes = dtype, shard_bytes
+        self.dtype = dtype
+        self.shard_bytes = shard_bytes
         self._stored_name = stored_names(model)
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
         self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._allows_nonfinite, self._source = allow_nonfinite, source
+        self._allows_nonfinite = allow_nonfinite
+        self._source = source
         self._nonfinite: str | None = None
         self._names: dict[str, list[str]] = {}  # Names on disk, by the names that ``save_pretrained`` would give
         if source is not None:
@@ -246,7 +248,8 @@ class CheckpointWriter:
         if self._nonfinite is not None:
             return
         if not self._allows_nonfinite and (name := first_nonfinite(named)) is not None:
-            self._nonfinite, self._shard = name, {}
+            self._nonfinite = name
+            self._shard = {}
             self.discard()
             return
         for name, value in to_disk(self.model, named).items():
@@ -291,7 +294,8 @@ class CheckpointWriter:
         save_tensors(self.folder / f"shard-{self._shards}", self._shard)
         self._shard_of.update(dict.fromkeys(self._shard, self._shards))
         self._total_size += self._shard_size
-        self._shard, self._shard_size = {}, 0
+        self._shard = {}
+        self._shard_size = 0
 
     def _name_shards(self) -> list[str]:
         """Give files their final names, and write the index if there are several; return the names in moving order."""

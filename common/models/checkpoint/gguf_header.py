@@ -12,11 +12,15 @@ from common.models.bounds import check_counts
 
 # The largest tokenizers have 262,144 tokens with a score and a type each, and 514,906 merges.
 _MOST_ELEMENTS = 4_000_000  # Elements of all arrays
-_MOST_KEYS, _MOST_TENSORS = 10_000, 200_000
-_MOST_NAME_BYTES, _MOST_TEXT_BYTES = 1 << 16, 16 << 20  # Bytes of a name, and of a value: a chat template, say
+_MOST_KEYS = 10_000
+_MOST_TENSORS = 200_000
+# Bytes of a name, and of a value: a chat template, say
+_MOST_NAME_BYTES = 1 << 16
+_MOST_TEXT_BYTES = 16 << 20
 _MOST_DIMENSIONS = 8
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _ARRAY = 8, 9
+_TEXT = 8
+_ARRAY = 9
 
 
 def check_header(file: Path) -> None:
@@ -35,11 +39,13 @@ def check_header(file: Path) -> None:
 
 class _Header:
     def __init__(self, content: BinaryIO, name: str):
-        self._content, self._name = content, name
+        self._content = content
+        self._name = name
         self._elements = 0
 
     def check(self) -> None:
-        magic, version = self._take(4), self._number("I")
+        magic = self._take(4)
+        version = self._number("I")
         if magic != b"GGUF":
             raise ValueError("it does not begin as a GGUF file")
         if version & 0xFFFF == 0:

@@ -88,7 +88,8 @@ def apply_rope_factors(config: PreTrainedConfig, factors: npt.NDArray[np.float32
 def _llama3_factors(base: float, scaling: dict[str, Any], count: int) -> npt.NDArray[np.float64]:
     """Return what Llama 3.1 divides its ``count`` frequencies by."""
     lengths = 2 * math.pi * base ** (np.arange(count) / count)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     smooth = (scaling["original_max_position_embeddings"] / lengths - low) / (high - low)
     smooth = np.clip(smooth, 0, 1)  # 1: short wavelengths, which stay as they are
     factors: npt.NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)

@@ -10,7 +10,9 @@ from common.files import read_text_file
 from common.models.checkpoint.shards import Shards
 
 _WITHOUT_EFFECT = {"transformers_version", "_name_or_path"}  # Keys of config.json that say who wrote it
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096  # Most tensors of which values are read, and bytes of each
+# Most tensors of which values are read, and bytes of each
+_SAMPLES = 1024
+_SAMPLE_BYTES = 4096
 
 
 def weights_identity(directory: Path | None) -> str:

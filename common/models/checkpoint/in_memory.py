@@ -21,7 +21,8 @@ def load_in_memory(checkpoint: Path) -> tuple[Any, list[str]]:
         loader: Any = AutoModelForCausalLM
         model, info = loader.from_pretrained(checkpoint, dtype="auto", **options)
         return model, sorted(info["missing_keys"])
-    shards, config = CompressedShards(checkpoint), AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    shards = CompressedShards(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
     chosen: Any = model_class(config)
     tensors = {name: shards.read(name) for name in shards.tensors}
     model, info = chosen.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)

@@ -70,7 +70,8 @@ class RandomSource(WeightSource):
         values = torch.empty(stop - first, *others)
         for start in range(first // group * group, stop, group):
             drawn = self._draw(self._stored_name[name], start // group, (min(group, rows - start), *others))
-            begin, end = max(first, start), min(stop, start + len(drawn))
+            begin = max(first, start)
+            end = min(stop, start + len(drawn))
             values[begin - first : end - first] = drawn[begin - start : end - start]
         return values
 

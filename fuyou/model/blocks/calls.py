@@ -145,7 +145,8 @@ class BlockCalls:
             for leaf in leaves
             if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
         )
-        several, start = self.documents is not None, None if self.cache is None else self.cache.start
+        several = self.documents is not None
+        start = None if self.cache is None else self.cache.start
         steps = len(edit.steps) if edit is not None else 0
         return self.hidden_shape, tuple(sorted(kwargs)), steps, several, start, described
 
@@ -186,8 +187,10 @@ class BlockCalls:
 
     def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
         """Run the backward pass of the latest run of a block, which has added the scalars ``losses`` to the loss."""
-        run, self._latest_run = self._latest_run, _BlockRun()
-        roots, gradients = [result, *losses], [gradient, *(torch.ones_like(loss) for loss in losses)]
+        run = self._latest_run
+        self._latest_run = _BlockRun()
+        roots = [result, *losses]
+        gradients = [gradient, *(torch.ones_like(loss) for loss in losses)]
         for key, value in run.produced.items():
             upstream = self._gradients.pop(key, None)
             self._values.pop(key, None)  # all who read it come after it, and have been here

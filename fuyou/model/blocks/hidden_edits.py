@@ -42,7 +42,8 @@ def argument_paths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator
 
 def argument_leaves(value: Any) -> list[Any]:
     """Return ``tree_leaves(value)`` in another order, ten times faster for what blocks are called with."""
-    leaves, parts = [], [value]
+    leaves = []
+    parts = [value]
     while parts:
         part = parts.pop()
         if part is None or isinstance(part, torch.Tensor):
@@ -138,7 +139,8 @@ class HiddenEditRecorder(TorchFunctionMode):
         *earlier, source = self._outputs
         if id(hidden) == source and hidden._version == 0:  # as it was made: not edited in place either
             return None
-        needed, chosen = {id(hidden)}, []
+        needed = {id(hidden)}
+        chosen = []
         for step in reversed(self._steps):
             function, args, kwargs, result = step
             outputs = {id(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}

@@ -44,7 +44,8 @@ class BlockStandIns:
 
     def __init__(self, name: str, modules: nn.ModuleList):
         self.blocks: list[nn.Module] = list(modules)
-        self._name, self._modules = name, modules
+        self._name = name
+        self._modules = modules
         self._stand_ins = [_StandIn(self, index, block) for index, block in enumerate(self.blocks)]
         self._calls: BlockCalls | None = None
         self._recorder = HiddenEditRecorder(name)
@@ -81,7 +82,8 @@ class BlockStandIns:
         What the model draws before its blocks, as for dropout of embeddings, was drawn before them in the step: what
         comes after them draws the numbers that are next.
         """
-        self._output, self._random = output, random_states(output.device)
+        self._output = output
+        self._random = random_states(output.device)
         try:
             with self._in_place():
                 yield
@@ -109,7 +111,8 @@ class BlockStandIns:
 
     def _call(self, index: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         last = index == len(self.blocks) - 1
-        calls, recorder = self._calls, self._recorder
+        calls = self._calls
+        recorder = self._recorder
         if calls is None:
             if not last:
                 return self._result(index, hidden)
@@ -121,7 +124,8 @@ class BlockStandIns:
                 f"{self._name} calls block {index} where block {len(calls.arguments)} is next; it cannot be streamed."
             )
         if calls.first_hidden is None:
-            calls.first_hidden, calls.hidden_shape = hidden, tuple(hidden.shape)
+            calls.first_hidden = hidden
+            calls.hidden_shape = tuple(hidden.shape)
             self._recording.enter_context(recorder)
         recorder.paused = True
         recorder.check_arguments(index, args, kwargs)

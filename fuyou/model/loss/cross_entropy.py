@@ -10,11 +10,13 @@ import torch
 from torch.nn import functional
 
 # Logits per pass. On a CPU a pass should stay in the cache; on a GPU it should take longer than the host's work for it.
-_CPU_LOGITS, _DEVICE_LOGITS = 1 << 20, 1 << 23
+_CPU_LOGITS = 1 << 20
+_DEVICE_LOGITS = 1 << 23
 _DEVICE_PASSES = 8  # Most passes over the tokens that go through the head at once, on a GPU
 # Upper bound of the bytes per logit of a pass: fp32 logits, log-softmax, two gradients, and a copy; and of a pass that
 # makes what a caller's own loss needs (:mod:`fuyou.model.loss.token_head`): the same of several outputs together.
-_PASS_BYTES, _OWN_PASS_BYTES = 20, 48
+_PASS_BYTES = 20
+_OWN_PASS_BYTES = 48
 IGNORED = -100  # Label of positions without a loss
 
 

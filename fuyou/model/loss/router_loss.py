@@ -71,7 +71,8 @@ class RouterPass:
     """
 
     def __init__(self, loss: RouterLoss, masks: Sequence[torch.Tensor]):
-        self._loss, self._masks = loss, masks
+        self._loss = loss
+        self._masks = masks
         self._sums: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
@@ -98,7 +99,8 @@ class RouterPass:
                     f"A router has given logits of shape {list(scores.shape)} where {mask.numel()} tokens choose among "
                     f"{self._loss.experts} experts: train without the router loss (router_loss off)."
                 )
-            sums, tokens = self._loss.sums(scores, mask), mask.sum()
+            sums = self._loss.sums(scores, mask)
+            tokens = mask.sum()
             self._sums = sums if self._sums is None else self._sums + sums
             self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
@@ -116,7 +118,8 @@ class RouterPass:
         total = torch.tensor(everyone[0], dtype=torch.float32)
         for sums in everyone[1:]:
             total += torch.tensor(sums, dtype=torch.float32)
-        device, experts = self._masks[0].device, self._loss.experts
+        device = self._masks[0].device
+        experts = self._loss.experts
         counts, probabilities = total[: 2 * experts].to(device).view(2, experts).unbind()
         probabilities.requires_grad_()
         with torch.enable_grad():

@@ -80,7 +80,8 @@ class TokenHead:
             )
         if not outputs and function is None:
             raise UserError("tokens() needs the name of at least one output, or a head= function.")
-        self._outputs, self._function = tuple(dict.fromkeys(outputs)), function
+        self._outputs = tuple(dict.fromkeys(outputs))
+        self._function = function
 
     def shapes(self, vocabulary: int, tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return an empty example ``[0, ...]`` of each output, found by a trial on two tokens with logits of zero.

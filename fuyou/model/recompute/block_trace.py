@@ -188,7 +188,8 @@ class BlockTrace:
 
     def made_from(self, calls: Iterable[int], given: frozenset[int] = frozenset()) -> frozenset[int]:
         """Return ``calls`` and all calls whose results they are made from, but for those of ``given``."""
-        todo, needed = list(calls), set[int]()
+        todo = list(calls)
+        needed = set[int]()
         while todo:
             index = todo.pop()
             if index not in needed and index not in given:
@@ -376,7 +377,8 @@ class AttentionOf(TorchFunctionMode):
 
     def __init__(self, device: str, kernels: AttentionKernels):
         super().__init__()
-        self._device, self._kernels = device, kernels
+        self._device = device
+        self._kernels = kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -77,19 +77,25 @@ def savable_outputs(trace: BlockTrace, rows: int = 1) -> list[SavableOutput]:
     given: frozenset[int] = frozenset()
     chosen: list[SavableOutput] = []
     while True:
-        best, best_rank, best_needed = -1, (0.0, len(needed)), needed
+        best = -1
+        best_rank = (0.0, len(needed))
+        best_needed = needed
         total = sum(costs[index] for index in needed)
         for index in sorted(candidates & needed):
             left = trace.required(given | {index})
             benefit = (total - sum(costs[other] for other in left)) / trace.operators[index].nbytes
             rank = (benefit, len(needed) - len(left))
             if rank > best_rank:
-                best, best_rank, best_needed = index, rank, left
+                best = index
+                best_rank = rank
+                best_needed = left
         if best < 0:
             break
-        operator, saved = trace.operators[best], trace.flops(needed - best_needed)
+        operator = trace.operators[best]
+        saved = trace.flops(needed - best_needed)
         chosen.append(SavableOutput(operator.name, operator.ordinal, rows * operator.nbytes, rows * saved))
-        given, needed = given | {best}, best_needed
+        given = given | {best}
+        needed = best_needed
     return chosen
 
 
@@ -121,7 +127,8 @@ def trace_block(stack: StreamedModel, seq_len: int, device: str, dtype: torch.dt
         traced[kind] = None
         # A family's code may fail in any way. A resumed run continues with the random numbers that it stopped at.
         with contextlib.suppress(Exception), own_random_numbers():
-            calls, block = stack.calls_on_meta(seq_len), stack.blocks[-1]
+            calls = stack.calls_on_meta(seq_len)
+            block = stack.blocks[-1]
             args, kwargs = calls.arguments[-1]
             hidden = torch.empty(calls.hidden_shape, dtype=dtype, device="meta", requires_grad=True)
             with on_meta(block), torch.enable_grad(), AttentionOf(device, stack.kernels), Tracer() as tracer:
@@ -179,7 +186,10 @@ class ActivationPlanner:
     """
 
     def __init__(self, stack: StreamedModel, device: str, dtype: torch.dtype, policy: ActivationPolicy | int):
-        self._stack, self._device, self._dtype, self._policy = stack, device, dtype, policy
+        self._stack = stack
+        self._device = device
+        self._dtype = dtype
+        self._policy = policy
         self._known: dict[tuple[int, int], SavedOutputs] = {}  # By rows and length
         layers = len(stack.blocks)
         count = policy.layers if isinstance(policy, ActivationPolicy) else layers if policy else 0
@@ -200,7 +210,8 @@ class ActivationPlanner:
         return self._known[rows, seq_len]
 
     def _saved(self, rows: int, seq_len: int) -> SavedOutputs:
-        trace, policy = self._trace(seq_len), self._policy
+        trace = self._trace(seq_len)
+        policy = self._policy
         if trace is None:
             return SavedOutputs((), 0, 0.0)
         if isinstance(policy, ActivationPolicy):
@@ -209,7 +220,8 @@ class ActivationPlanner:
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
         """Return how much of a block is computed again, as the schedule needs to know it."""
-        trace, saved = self._trace(seq_len), self.saved(rows, seq_len)
+        trace = self._trace(seq_len)
+        saved = self.saved(rows, seq_len)
         unneeded = saved_outputs(trace, ()).saved_fraction if trace is not None else 0.0
         return Recomputation(frozenset(self.layers if saved.nbytes else ()), saved.saved_fraction, unneeded)
 

@@ -84,7 +84,8 @@ class _ReplayPlan:
 
     def views(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs of one saved call in the buffer, each with a separate version counter."""
-        views, start = [], self.places[index]
+        views = []
+        start = self.places[index]
         for spec in self.trace.operators[index].outputs:
             flat = buffer[start : start + spec.nbytes].view(spec.dtype)
             views.append(flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).data)
@@ -100,7 +101,8 @@ class _ShortCuts:
 
     @staticmethod
     def of(trace: BlockTrace, given: frozenset[int]) -> "_ShortCuts":
-        required, operators = trace.required(given), trace.operators
+        required = trace.required(given)
+        operators = trace.operators
         unneeded = [index for index in range(len(operators)) if index not in required | given]
         # Others may run on results that are left out, whose values are arbitrary, unless these are indices.
         indices = {i for i in unneeded if not all(spec.dtype.is_floating_point for spec in operators[i].outputs)}
@@ -124,7 +126,8 @@ class _FollowPlan(TorchDispatchMode):
 
     def __init__(self, plan: _ReplayPlan):
         super().__init__()
-        self._plan, self._operators = plan, plan.trace.operators
+        self._plan = plan
+        self._operators = plan.trace.operators
         self.next = 0  # Index of the next call
 
     @classmethod
@@ -192,7 +195,8 @@ class _SaveOutputs(_FollowPlan):
 
     def _follow(self, func: Any) -> int:
         """Return the index of this call in the trace, or -1 from where the two differ."""
-        operators, at = self._operators, self.next
+        operators = self._operators
+        at = self.next
         # Autograd saves copies of what is about to be overwritten; a pass without gradients does not.
         while at < len(operators) and operators[at].function is not func and operators[at].function is _clone:
             at += 1
@@ -208,7 +212,8 @@ class _Recompute(_FollowPlan):
 
     def __init__(self, plan: _ReplayPlan, kept: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
         super().__init__(plan)
-        self._kept, self._buffer = kept, buffer
+        self._kept = kept
+        self._buffer = buffer
         self.short_cuts = plan.short_cuts(frozenset(kept))
 
     def check(self, matches: bool) -> None:
@@ -218,12 +223,14 @@ class _Recompute(_FollowPlan):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if makes_views(func):
             return func(*args, **(kwargs or {}))
-        index, operators = self.next, self._operators
+        index = self.next
+        operators = self._operators
         self.check(index < len(operators) and operators[index].function is func)
         self.next += 1
         if index in self._kept:
             assert self._buffer is not None
-            views, others = self._plan.views(index, self._buffer), iter(self._kept[index])
+            views = self._plan.views(index, self._buffer)
+            others = iter(self._kept[index])
             given = (
                 next(others) if spec.device != view.device else view
                 for spec, view in zip(operators[index].outputs, views, strict=True)
@@ -281,7 +288,8 @@ class BlockReplay:
             The block's output, with everything behind it that a backward pass needs (its values may be meaningless),
             and the fraction of the FLOPs that this took less than a full recomputation.
         """
-        kind, plan = saved.kind, saved.plan
+        kind = saved.kind
+        plan = saved.plan
         if plan is None:
             if kind in self._plans:  # it did not match its trace once
                 return run(), 0.0

@@ -28,7 +28,8 @@ class OptimizerLink:
             started = StartedProcess.take()
         except OSError as error:
             raise FinetuneError(f"The optimizer process cannot be started: {error.strerror}.") from error
-        self.shared_fd, self._process = started.shared_fd, started.process
+        self.shared_fd = started.shared_fd
+        self._process = started.process
         self._connection = Connection(started.connection_fd)
 
     @property
@@ -49,7 +50,8 @@ class OptimizerLink:
             on_failure: called once if the process reports a failure or ends unexpectedly.
             locks: descriptors that the process holds as long as it lives.
         """
-        self._on_message, self._on_failure = on_message, on_failure
+        self._on_message = on_message
+        self._on_failure = on_failure
         try:
             self._connection.send((setup, self.shared_fd, len(locks)))
             if locks:
@@ -132,7 +134,8 @@ class OptimizerLink:
                     )
                 continue
             message = self._connection.recv()
-            self._heard_before, missed = True, 0
+            self._heard_before = True
+            missed = 0
             if not isinstance(message, Alive):
                 return message
 

@@ -55,7 +55,8 @@ class RecordUpdater:
     """
 
     def __init__(self, setup: Setup, pipe: EnginePipe, shared_fd: int):
-        self._setup, self._pipe = setup, pipe
+        self._setup = setup
+        self._pipe = pipe
         self._records = setup.records
         self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).map_all()  # the engine has touched it
         directories = [Path(path) for path in setup.directories]
@@ -111,7 +112,8 @@ class RecordUpdater:
             self._pipe.fail(error)
 
     def _read_states(self, message: ReadStates) -> None:
-        resident, precision = message.record in self._resident, self._records[message.record].precision
+        resident = message.record in self._resident
+        precision = self._records[message.record].precision
         checked = None
         if message.sums is not None:
             self._sums.written(message.record, "states", message.source, message.sums)
@@ -119,7 +121,8 @@ class RecordUpdater:
         for chunk in self._chunks(message.record):
             memory = self._resident_memory(message.record, chunk) if resident else self._ring_memory(chunk)
             if checked is not None:
-                first, nbytes = precision.state_nbytes(chunk.start), precision.state_nbytes(chunk.stop - chunk.start)
+                first = precision.state_nbytes(chunk.start)
+                nbytes = precision.state_nbytes(chunk.stop - chunk.start)
                 memory.read_times.append(time.monotonic())
                 states = memory.buffer.bytes(memory.offset, nbytes)
                 memory.reading = self._store.read(checked, states, first, nbytes)
@@ -138,7 +141,8 @@ class RecordUpdater:
         owned = self._owned(message.record)
         absent = owned.absent(gradients)
         uneven = bool(absent or message.missed)
-        start_time, computing = 0.0, []
+        start_time = 0.0
+        computing = []
         for _ in range(write.pending):
             memory = self._read.get()
             if memory.reading is not None:
@@ -146,7 +150,8 @@ class RecordUpdater:
                 write.intervals.append((memory.read_times[0], memory.read_times[-1]))
             chunk_start_time = time.monotonic()
             start_time = start_time or chunk_start_time
-            chunk, views = memory.chunk, state_views(memory, record.precision)
+            chunk = memory.chunk
+            views = state_views(memory, record.precision)
             part = slice(chunk.start, chunk.stop)
             scales = tuple(views[scale_of(name)] for name in MOMENTS if scale_of(name) in views)
             moments = tuple(views[name] for name in MOMENTS)
@@ -203,7 +208,8 @@ class RecordUpdater:
         return ChunkMemory(chunk, self._resident[index].buffer, start, resident=True)
 
     def _parameter_bytes(self, index: int, record: Record) -> np.ndarray:
-        region, width = self._setup.shared.parameters[record.kind], record.precision.parameter_bytes
+        region = self._setup.shared.parameters[record.kind]
+        width = record.precision.parameter_bytes
         start = region.start(index) + record.share.node * record.owned * width
         return self._shared.bytes(start, record.owned * width)
 

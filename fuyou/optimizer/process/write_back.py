@@ -34,7 +34,8 @@ class ChunkMemory:
 
 def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Tensor]:
     """Return views of one chunk's states, which lie one after the other, by component name."""
-    offset, count = memory.offset, memory.chunk.stop - memory.chunk.start
+    offset = memory.offset
+    count = memory.chunk.stop - memory.chunk.start
     views = {}
     for component in precision.components:
         nbytes = component.nbytes(count)
@@ -73,8 +74,12 @@ class RecordWriter:
         free: "queue.Queue[HostBuffer]",
         pipe: EnginePipe,
     ):
-        self._store, self._records, self._extents, self._sums = store, records, extents, sums
-        self._free, self._pipe = free, pipe
+        self._store = store
+        self._records = records
+        self._extents = extents
+        self._sums = sums
+        self._free = free
+        self._pipe = pipe
         # Of several nodes, the engine writes the parameters once they are spread.
         self._parts = PARTS if records[0].share.nodes == 1 else PARTS[1:]
 
@@ -99,12 +104,14 @@ class RecordWriter:
             low: low bits of the record's weights that this rank owns, ``uint8``; None if they are not split.
         """
         at, nbytes = self._place_of_states(write, chunk)
-        extent, sums = self._extents[write.record].states[write.slot], write.sums["states"]
+        extent = self._extents[write.record].states[write.slot]
+        sums = write.sums["states"]
         futures = self._write_parameters(write, chunk, parameters)
         written = 0
         if low is not None:
             component = self._records[write.record].precision.components[0]
-            first, written = component.nbytes(chunk.start), component.nbytes(chunk.stop - chunk.start)
+            first = component.nbytes(chunk.start)
+            written = component.nbytes(chunk.stop - chunk.start)
             futures.append(self._store.write(extent, low[first : first + written], at, written, sums))
         self._store.leave_zeros(extent, at + written, nbytes - written, sums)
         if not futures:  # the engine writes the parameters, and all states are zero
@@ -121,8 +128,10 @@ class RecordWriter:
         if "parameters" not in write.sums:
             return []
         width = self._records[write.record].precision.parameter_bytes
-        first, stop = chunk.start * width, chunk.stop * width
-        extent, sums = self._extents[write.record].parameters[write.slot], write.sums["parameters"]
+        first = chunk.start * width
+        stop = chunk.stop * width
+        extent = self._extents[write.record].parameters[write.slot]
+        sums = write.sums["parameters"]
         return [self._store.write(extent, parameters[first:stop], first, stop - first, sums)]
 
     def _wait(self, write: WriteBack, memory: ChunkMemory | None, futures: Sequence[Future]) -> None:

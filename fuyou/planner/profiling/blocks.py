@@ -52,7 +52,9 @@ class BlockBench:
     def __init__(
         self, stack: StreamedModel, layout: ModelLayout, device: Device, rows: int, seq_len: int, head_columns: int
     ):
-        self._stack, self._layout, self._device = stack, layout, device
+        self._stack = stack
+        self._layout = layout
+        self._device = device
         self._dtype = layout.precision.dtype
         self._layer = layout.largest_block
         (index,) = layout.blocks[self._layer]  # in one piece: it is measured as a whole
@@ -93,10 +95,12 @@ class BlockBench:
         run_forward, run_backward = self.block(calls, hidden)
         run_forward()
         run_backward()  # the first one is traced; from the next pass on it takes short cuts
-        forward, backward = self.seconds(run_forward), self.seconds(run_backward)
+        forward = self.seconds(run_forward)
+        backward = self.seconds(run_backward)
         columns = min(seq_len, self._head_tokens // self.rows)
         head, head_forward = self._head(hidden.narrow(self._stack.token_dim, 0, columns).detach())
-        tokens, head_tokens = self.rows * seq_len, self.rows * columns
+        tokens = self.rows * seq_len
+        head_tokens = self.rows * columns
         return {
             "embed_forward_seconds": (tokens, embed_forward),
             "block_forward_seconds": (tokens, forward),

@@ -298,11 +298,14 @@ def measure_updates(chunk_elements: int, precision: Precision, threads: int) -> 
             chunks.append((OptimizerStates.before_training(weights, low, precision.optimizer), gradient))
         for states, gradient in chunks:
             optimizer.update(states, gradient, Update(1, AdamConfig()), decay=True)
-        start, updated, elapsed = time.perf_counter(), 0, 0.0
+        start = time.perf_counter()
+        updated = 0
+        elapsed = 0.0
         while updated < 2 or elapsed < WINDOW_SECONDS:
             states, gradient = chunks[updated % len(chunks)]
             optimizer.update(states, gradient, Update(2, AdamConfig()), decay=True)
-            updated, elapsed = updated + 1, time.perf_counter() - start
+            updated = updated + 1
+            elapsed = time.perf_counter() - start
         return updated * chunk_elements / elapsed
     finally:
         torch.set_num_threads(before)

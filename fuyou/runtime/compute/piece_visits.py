@@ -25,7 +25,8 @@ def replayed(states: tuple[torch.Tensor, ...], device: torch.device) -> Iterator
     Yields:
         What begins them once more.
     """
-    outer, rewind = random_states(device), partial(set_random_states, states, device)
+    outer = random_states(device)
+    rewind = partial(set_random_states, states, device)
     rewind()
     try:
         yield rewind
@@ -51,7 +52,9 @@ class PieceVisits:
     """
 
     def __init__(self, stack: StreamedModel, layout: ModelLayout, add_gradient: AddGradient):
-        self._stack, self._records, self._blocks = stack, layout.records, layout.blocks
+        self._stack = stack
+        self._records = layout.records
+        self._blocks = layout.blocks
         self._add_gradient = add_gradient
         self._passes: dict[int, _Pass] = {}  # by micro-batch
         self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None  # those that all its micro-batches share

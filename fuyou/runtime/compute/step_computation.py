@@ -47,10 +47,15 @@ class StepComputation:
         recomputations: BlockReplay,
         start_time: float,
     ):
-        stack, router_loss = model.stack, model.router_loss
-        self._stack, self._plane, self._buffers = stack, plane, plane.buffers
-        self.tasks, self.start_time = tasks, start_time
-        self._plan, self._recomputations = plane.buffers.plan, recomputations
+        stack = model.stack
+        router_loss = model.router_loss
+        self._stack = stack
+        self._plane = plane
+        self._buffers = plane.buffers
+        self.tasks = tasks
+        self.start_time = start_time
+        self._plan = plane.buffers.plan
+        self._recomputations = recomputations
         self._dtype = plane.buffers.layout.precision.dtype
         self._device = plane.buffers.device.torch_device
         self._task_type = model.task_type
@@ -71,7 +76,8 @@ class StepComputation:
         self._pieces = PieceVisits(stack, plane.buffers.layout, self.parameters.add)
         self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # of passes in pieces, by micro-batch
         computing = [task for task in tasks.tasks if isinstance(task, ComputeTask)]
-        self._flops, self._all_flops = 0.0, sum(task.flops for task in computing)
+        self._flops = 0.0
+        self._all_flops = sum(task.flops for task in computing)
         self._todo: Iterator[ComputeTask] = iter(computing)
         self._next: ComputeTask | None = next(self._todo, None)
         self.loss = float("nan")
@@ -373,7 +379,9 @@ class StepComputation:
         if cache is None:
             yield
             return
-        block, chunk, sums = chunk_survey(self._stack).keys[layer], known(self._plan.batch.chunk), None
+        block = chunk_survey(self._stack).keys[layer]
+        chunk = known(self._plan.batch.chunk)
+        sums = None
         nbytes = block.row_nbytes(cache.length, chunk)
         flat = self._buffers.activations[Activation.SAVED].bytes(known(task.saved), nbytes)
         if backward:

@@ -16,7 +16,8 @@ class TaskParameters:
     """Parameters and gradients of one step's tasks."""
 
     def __init__(self, stack: StreamedModel, buffers: Buffers):
-        self._stack, self._buffers = stack, buffers
+        self._stack = stack
+        self._buffers = buffers
         self._sums: dict[int, GradientSum] = {}
         self._squares: list[torch.Tensor] = []
 

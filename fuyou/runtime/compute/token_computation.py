@@ -35,7 +35,9 @@ class TokenPass:
         inputs: Mapping[str, torch.Tensor],
         reference: bool,
     ):
-        self.head, self.positions, self._inputs = head, positions, inputs
+        self.head = head
+        self.positions = positions
+        self._inputs = inputs
         self.values = _empty(examples, rows, positions)
         """Numbers of the model by name, ``[rows, positions, ...]``; zeros until the head has run."""
         self.reference = _empty(examples, rows, positions) if reference else None  # The same of the reference
@@ -90,7 +92,8 @@ class TokenComputation(StepComputation):
         super().__init__(*step)
         self._passing, self._own = passing, len(self._micro)
         if passing.reference is not None:
-            self._micro, self._calls = self._micro * 2, self._calls * 2
+            self._micro = self._micro * 2
+            self._calls = self._calls * 2
         self._places: list[tuple[slice, int]] = []  # Rows of each micro-batch, and the first of their tokens
         row = 0
         for micro in self._micro[: self._own]:
@@ -168,7 +171,8 @@ class TokenComputation(StepComputation):
 
     def _tokens(self, micro: int, columns: slice) -> dict[str, torch.Tensor]:
         rows, positions = self._place(micro, columns)
-        inputs, columns = self._micro[micro], columns if self._passing.positions > 1 else positions
+        inputs = self._micro[micro]
+        columns = columns if self._passing.positions > 1 else positions
         inputs_of_head = {"targets": inputs["targets"][:, columns].flatten()}
         if inputs["input_ids"].shape == inputs["targets"].shape:
             inputs_of_head["input_ids"] = inputs["input_ids"][:, columns].flatten()

@@ -44,7 +44,9 @@ class Buffers:
     """
 
     def __init__(self, layout: ModelLayout, plan: MemoryPlan, device: Device, shared_fd: int):
-        self.layout, self.plan, self.device = layout, plan, device
+        self.layout = layout
+        self.plan = plan
+        self.device = device
         counts = plan.counts
         self.parameters = {
             kind: DeviceBuffers(device, layout.sizes[kind].device_nbytes, counts.device(kind)) for kind in Kind
@@ -88,7 +90,9 @@ class Buffers:
                 buffer.page_lock(range(0, buffer.nbytes, max(1, self.activation_bytes[activation])))
 
     def _regions(self) -> SharedRegions:
-        counts, layout, offset = self.plan.counts, self.layout, 0
+        counts = self.plan.counts
+        layout = self.layout
+        offset = 0
         regions: list[dict[Kind, BufferRegion]] = []
         for count, size in ((counts.host, "parameter_nbytes"), (counts.host_gradients, "gradient_nbytes")):
             region = {}

@@ -34,7 +34,10 @@ class DataPlane:
         scratch: Scratch,
         handlers: Mapping[Op, Handler],
     ):
-        self.buffers, self.stored, self.optimizer, self._scratch = buffers, stored, optimizer, scratch
+        self.buffers = buffers
+        self.stored = stored
+        self.optimizer = optimizer
+        self._scratch = scratch
         device = buffers.device
         self.heap = Heap(HEAP_SLACK_BYTES + buffers.plan.workspace_bytes * device.shares_host_memory)
         every_handler = {

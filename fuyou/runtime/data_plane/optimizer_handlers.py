@@ -41,8 +41,11 @@ class OptimizerHandlers:
         resident: Collection[int] = (),
         locks: Sequence[int] = (),
     ):
-        self._link, self._stored, self._update_of = link, stored, update_of
-        self._resident, self._locks = sorted(resident), locks
+        self._link = link
+        self._stored = stored
+        self._update_of = update_of
+        self._resident = sorted(resident)
+        self._locks = locks
         self._executor: Executor  # From :meth:`start` on
         self._lock = threading.Lock()
         self._updating: dict[int, Task] = {}
@@ -64,7 +67,9 @@ class OptimizerHandlers:
     def start(self, executor: Executor, buffers: Buffers) -> None:
         """Tell the process what it needs to know; from then on its answers finish tasks of ``executor``."""
         self._executor = executor
-        layout, plan, device = buffers.layout, buffers.plan, buffers.device
+        layout = buffers.layout
+        plan = buffers.plan
+        device = buffers.device
         setup = Setup(
             directories=[str(path) for path in self._stored.store.directories],
             records=layout.records,
@@ -98,11 +103,13 @@ class OptimizerHandlers:
         """Return the times of the process's I/O and of its computing since the last call."""
         with self._lock:
             taken = self._ssd_intervals, self._adam_intervals
-            self._ssd_intervals, self._adam_intervals = [], []
+            self._ssd_intervals = []
+            self._adam_intervals = []
         return taken
 
     def _state_read(self, task: Task) -> None:
-        record, slot = known(task.record), known(task.source)
+        record = known(task.record)
+        slot = known(task.source)
         # What is in memory was compared when it was read, and may be in no slot at all by now.
         sums = self._stored.sums.checked(record, "states", slot).sums if task.nbytes else None
         self._link.send(ReadStates(record, slot, sums))
@@ -111,7 +118,8 @@ class OptimizerHandlers:
         record = known(task.record)
         with self._lock:
             self._updating[record] = task
-        update, missed = self._update_of(task.step), self._stored.missed.before(record, task.step)
+        update = self._update_of(task.step)
+        missed = self._stored.missed.before(record, task.step)
         self._link.send(UpdateRecord(record, known(task.source), known(task.gradient), task.target, update, missed))
         return ELSEWHERE
 

@@ -24,7 +24,8 @@ class RankHandlers:
     def __init__(self, buffers: Buffers, topology: ClusterTopology):
         self._buffers = buffers
         # Here, and not in the lanes' threads: the ranks may have to make them together.
-        self._gather_groups, self._reduce_groups = topology.gather_groups, topology.reduce_groups
+        self._gather_groups = topology.gather_groups
+        self._reduce_groups = topology.reduce_groups
         self._squares: dict[int, list[torch.Tensor]] = {}
         self._checksums: dict[int, int] = {}
 
@@ -69,7 +70,8 @@ class RankHandlers:
         self._run(task, self._reduce_groups.intra_node, work)
 
     def _exchange(self, task: Task) -> None:
-        flat, share = self._gradient(task), self._buffers.layout.share
+        flat = self._gradient(task)
+        share = self._buffers.layout.share
         start = share.stored_start(flat.numel())
         stored = flat[start : start + share.stored(flat.numel())]
         filled = self._buffers.layout.records[known(task.record)].filled_parts

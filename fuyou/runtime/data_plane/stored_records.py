@@ -72,8 +72,11 @@ class Scratch:
     """
 
     def __init__(self, buffers: Buffers, directories: Sequence[Path], gradients: bool):
-        self._buffers, self._directories = buffers, list(directories)
-        store_layout, counts, layout = Layout(len(self._directories)), buffers.plan.counts, buffers.layout
+        self._buffers = buffers
+        self._directories = list(directories)
+        store_layout = Layout(len(self._directories))
+        counts = buffers.plan.counts
+        layout = buffers.layout
         self._activations = {
             kind: [store_layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
             for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.SAVED, counts.ssd_saved))

@@ -82,7 +82,8 @@ def _q5_1(block: torch.Tensor) -> torch.Tensor:
 
 def _q2_k(block: torch.Tensor) -> torch.Tensor:
     scales = block[..., :16]
-    factors, least = _halves(block[..., 80:82]) * (scales & 0xF), _halves(block[..., 82:]) * (scales >> 4)
+    factors = _halves(block[..., 80:82]) * (scales & 0xF)
+    least = _halves(block[..., 82:]) * (scales >> 4)
     return _scaled(_codes(block[..., 16:80], 2, 32), factors, least)
 
 

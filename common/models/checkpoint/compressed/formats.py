@@ -134,7 +134,8 @@ class Mxfp4:
                 raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are not MXFP4 blocks.")
             *leading, count, width = blocks.shape
             names = {"codes": name, "scale": f"{base}_scales"}
-            shape, block = (*leading, count * width * 2), (1, width * 2)
+            shape = (*leading, count * width * 2)
+            block = (1, width * 2)
             tensor = CompressedTensor("e2m1", shape, block, torch.bfloat16, components_of(names, shards), True)
             yield found(base, names, shards, tensor)
 
@@ -192,11 +193,15 @@ class CompressedTensors:
         *leading, rows, width = codes.shape if len(codes.shape) > 1 else (1, *codes.shape)
         dtype = scale.dtype
         if codes.dtype in FLOAT_CODES:
-            kind, columns = FLOAT_CODES[codes.dtype], width
+            kind = FLOAT_CODES[codes.dtype]
+            columns = width
         elif codes.dtype == torch.int8:
-            kind, columns = "int8", width
+            kind = "int8"
+            columns = width
         elif codes.dtype == torch.uint8:  # NVFP4 and MXFP4: their library makes bf16 of them
-            kind, columns, dtype = "e2m1", 2 * width, torch.bfloat16
+            kind = "e2m1"
+            columns = 2 * width
+            dtype = torch.bfloat16
         else:
             bits = settings.get("num_bits")
             if codes.dtype != torch.int32 or bits not in (4, 8):
@@ -204,7 +209,8 @@ class CompressedTensors:
                     f"{module} is packed with {bits} bits into {str(codes.dtype).removeprefix('torch.')}: there are 4 "
                     "and 8 bits in int32. Give the checkpoint it was made from."
                 )
-            kind, columns = f"offset int{bits}", width * 32 // bits
+            kind = f"offset int{bits}"
+            columns = width * 32 // bits
             if shape_name is not None and columns != (settings.get("group_size") or 0) * scale.shape[-1]:
                 columns = int(shards.read(shape_name)[-1])  # the last word may hold fewer
         block = self._block_of(module, settings, rows, columns, scale)
@@ -268,7 +274,8 @@ class Bitsandbytes:
 
     def _four_bits(self, weight: str, kind: str, state_name: str, shards: Shards) -> tuple[str, FoundTensor]:
         state = json.loads(shards.read(state_name).numpy().tobytes())
-        shape, block = tuple(state["shape"]), int(state["blocksize"])
+        shape = tuple(state["shape"])
+        block = int(state["blocksize"])
         if kind not in TABLES or len(shape) != 2 or shape[1] % block or state.get("nested_blocksize", 256) != 256:
             raise UserError(
                 f"{shards.files[weight].file}: {weight} of shape {list(shape)} is {kind} in blocks of {block}, which "
@@ -285,7 +292,8 @@ class Bitsandbytes:
         return found(weight, names, shards, tensor, (state_name, f"{weight}.quant_map"), values)
 
     def _eight_bits(self, prefix: str, shards: Shards) -> tuple[str, FoundTensor]:
-        names, order = {"codes": f"{prefix}weight", "scale": f"{prefix}SCB"}, f"{prefix}weight_format"
+        names = {"codes": f"{prefix}weight", "scale": f"{prefix}SCB"}
+        order = f"{prefix}weight_format"
         attached = [order] if order in shards.files else []
         if attached and int(shards.read(order)) != 0:
             raise UserError(
@@ -311,7 +319,8 @@ class Gguf:
         """Find every tensor that is kept in its bytes, by the name that it would have if it were a plain one."""
         for name, entry in self.table.entries.items():
             if not entry.becomes and entry.kind in BLOCKS:
-                block, names = (1, BLOCKS[entry.kind].numbers), {"codes": name}
+                block = (1, BLOCKS[entry.kind].numbers)
+                names = {"codes": name}
                 components = components_of(names, shards)
                 tensor = CompressedTensor(entry.kind, entry.shape, block, torch.float32, components, entry.transposed)
                 yield found(name, names, shards, tensor)
@@ -446,7 +455,8 @@ class CompressedShards(Shards):
             yield role, 0, value
         for component in (each for each in stored.tensor.components if each.role in stored.names):
             part = stored.names[component.role]
-            rows, position = math.prod(component.shape[:1]), 0
+            rows = math.prod(component.shape[:1])
+            position = 0
             step = max(1, SPAN_BYTES * rows // max(1, component.nbytes))
             for start in range(0, rows, step):
                 stop = min(start + step, rows) if component.shape else None
@@ -466,7 +476,9 @@ class CompressedShards(Shards):
             return super().read(name) if stop is None else super().read_rows(name, start, stop)
         height = self.files[name].shape[0] // heads
         stop = heads * height if stop is None else stop
-        first, last = start // height, -(-stop // height)  # heads: the order differs inside each
+        # heads: the order differs inside each
+        first = start // height
+        last = -(-stop // height)
         rows = super().read_rows(name, first * height, last * height)
         return model_order(rows, last - first)[start - first * height : stop - first * height]
 

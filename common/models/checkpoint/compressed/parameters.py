@@ -64,7 +64,8 @@ _Spots = tuple[tuple[int, ...], list[list[int]]]
 
 
 def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[int]) -> _Spots | None:
-    count, numel = len(conversion.parts), math.prod(size)
+    count = len(conversion.parts)
+    numel = math.prod(size)
     numbers = torch.arange(count * numel, dtype=torch.float64).view(count, *size)
     tiny = {name: numbers[index] for index, (_, name) in enumerate(conversion.parts)}
     try:
@@ -77,7 +78,9 @@ def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[i
     order = result.flatten().argsort()
     if not torch.equal(result.flatten()[order], numbers.flatten()):
         return None
-    places, whole = order.view(count, *size), _strides(result.shape)  # where each number is in the flat result
+    # where each number is in the flat result
+    places = order.view(count, *size)
+    whole = _strides(result.shape)
     corners = order[::numel]
     steps = [int(order[stride] - order[0]) for stride in _strides(size)]
     inside = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"), dim=-1) @ torch.tensor(steps)
@@ -169,17 +172,21 @@ class CompressedParameter:
 
     def _together(self, payload: torch.Tensor, flat: torch.Tensor) -> bool:
         """Decode all parts as one tensor of one more dimension, if they lie at equal distances: experts, on a GPU."""
-        count, gaps = len(self.offsets), {later - earlier for earlier, later in pairwise(self.offsets)}
+        count = len(self.offsets)
+        gaps = {later - earlier for earlier, later in pairwise(self.offsets)}
         roles = [component.role for component in self.tensor.components]
         if len(gaps) != 1 or min(gaps) <= 0 or "global_scale" in roles or not fuses(flat.device):
             return False
-        components, rows, position = {}, payload[: self.nbytes].view(count, -1), 0
+        components = {}
+        rows = payload[: self.nbytes].view(count, -1)
+        position = 0
         for component in self.tensor.components:
             components[component.role] = (
                 rows[:, position : position + component.nbytes].view(component.dtype).unflatten(1, component.shape)
             )
             position += _aligned(component.nbytes)
-        shape, strides = (count, *self.tensor.shape), (gaps.pop(), *self.strides)
+        shape = (count, *self.tensor.shape)
+        strides = (gaps.pop(), *self.strides)
         view = flat.as_strided(shape, strides, flat.storage_offset() + self.offsets[0])
         replace(self.tensor, shape=shape).decode(components, view)
         return True

@@ -157,12 +157,16 @@ class CompressedTensor:
         PyTorch compiles, one kernel decodes all, without any.
         """
         *leading, rows, columns = self.shape
-        count, grid_columns = math.prod(leading), -(-columns // self.block[1])
+        count = math.prod(leading)
+        grid_columns = -(-columns // self.block[1])
         codes = components["codes"].reshape(count, rows, -1).view(torch.uint8)
         if self.codes in BLOCKS:
-            scales, table = codes[..., :0], codes[..., :0]  # both are in the blocks
+            # both are in the blocks
+            scales = codes[..., :0]
+            table = codes[..., :0]
         else:
-            scales, table = components["scale"].reshape(count, -1, grid_columns), _numbers(self.codes, out.device)
+            scales = components["scale"].reshape(count, -1, grid_columns)
+            table = _numbers(self.codes, out.device)
         zeros = self._zero_points(components, count, grid_columns)
         divisor = components["global_scale"].float().reshape(()) if "global_scale" in components else None
         settings = self.codes, self.block, self.dtype
@@ -176,7 +180,8 @@ class CompressedTensor:
             one = slice(index, index + 1)
             zero = None if zeros is None else zeros[one]
             for start in range(0, rows, step):
-                part, some = target[None, start : start + step], codes[one, start : start + step]
+                part = target[None, start : start + step]
+                some = codes[one, start : start + step]
                 if NESTED[0] in components:  # of these rows alone
                     nested = self._nested_scales(components, scales, start, start + some.shape[1])
                     _decode(table, some, nested[one], zero, divisor, 0, *settings, part)
