@@ -80,10 +80,10 @@ def choose_strategy(cluster: Cluster, workload: Workload, levels: Levels) -> Est
             strategy.on(levels)
             possible.append(strategy)
     # Blocks are recomputed in the backward pass, whether there is room or not: that is what the trainer does.
-    found = plan(workload, cluster, strategies=possible, checkpointing=True)
-    if found.choice is None:
-        raise refusal(found, cluster)
-    return found.choice
+    plans = plan(workload, cluster, strategies=possible, checkpointing=True)
+    if plans.choice is None:
+        raise refusal(plans, cluster)
+    return plans.choice
 
 
 def measure_cluster(

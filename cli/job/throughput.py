@@ -52,13 +52,13 @@ def gpu_or_plan(gpu: str, arguments: Sequence[str], drives: Sequence[Path]) -> G
 
 
 def _plan_command(arguments: Sequence[str], drives: Sequence[Path]) -> str:
-    kept = []
+    words = []
     is_ssd = False
     for word in with_command(arguments)[1:]:
         if word.startswith("-"):
             is_ssd = word.partition("=")[0] == "--ssd"
         if not is_ssd:
-            kept.append(word)
+            words.append(word)
     presets = [drive_of(path).preset for path in drives if path.is_dir()]
     drive = next((preset.name for preset in presets if preset is not None), _USUAL_DRIVE)
-    return shlex.join(["finetune", "plan", *kept, "--drive", drive, "--ssds", str(max(1, len(drives)))])
+    return shlex.join(["finetune", "plan", *words, "--drive", drive, "--ssds", str(max(1, len(drives)))])

@@ -532,9 +532,9 @@ def _save(job: Job, model: TrainedModel, folder: Path, is_rank0: bool) -> None:
 
 
 def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> str:
-    kept, place = location
+    label, text = location
     lines = {"run": f"{job.output / RUN} (configuration, versions, metrics; index.html to look at)"}
-    lines[kept] = f"{place} (safe to delete unless you will resume)"
+    lines[label] = f"{text} (safe to delete unless you will resume)"
     if is_saved:
         loads = "PeftModel" if job.model.adapters is not None else job.model.task_type.auto_class
         lines["saved"] = f"{job.output}, for {loads}.from_pretrained"

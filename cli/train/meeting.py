@@ -57,8 +57,8 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
     if settings.ssd or nodes == 1:
         return None
     if world["LOCAL_RANK"] == "0":
-        own = leaf_by_slurm(world) or ""
-        store.set(f"leaf{node}", json.dumps([own, socket.gethostname(), int(world["LOCAL_WORLD_SIZE"])]))
+        leaf = leaf_by_slurm(world) or ""
+        store.set(f"leaf{node}", json.dumps([leaf, socket.gethostname(), int(world["LOCAL_WORLD_SIZE"])]))
     if world["RANK"] == "0":
         there = [json.loads(store.get(f"leaf{each}")) for each in range(nodes)]
         store.set("placement", json.dumps(_decide(settings, there)))

@@ -213,11 +213,11 @@ class ReferencePass:
         places = {"places": torch.arange(rows)}
         named = {name: batch[name] for name in ("input_ids", "labels", "position_ids", PADDING)}
         part = ranks.part(named | places, items)
-        own = part.pop("places")
+        rows_here = part.pop("places")
         numbers: dict[str, Any] = dict(part)
         out = self.engine.tokens(**numbers)
         sums = torch.zeros(rows)
-        sums[own] = (out["log_probs"] * out.mask).sum(1)
+        sums[rows_here] = (out["log_probs"] * out.mask).sum(1)
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
 
     def _read(self, path: Path, batches: PackedBatches, steps: int, base: str) -> np.ndarray | None:

@@ -78,9 +78,9 @@ class RowFitter(Counts):
             return []
         if not any(self.is_long(len(part.ids)) for part in parts):
             return parts
-        kept = self._cut(parts) if self.truncate else []
-        (self.cut if kept else self.left_out).add(tokens - sum(len(part.ids) for part in kept), where)
-        return kept
+        fitting = self._cut(parts) if self.truncate else []
+        (self.cut if fitting else self.left_out).add(tokens - sum(len(part.ids) for part in fitting), where)
+        return fitting
 
     def _cut(self, parts: list[TokenizedAnswer]) -> list[TokenizedAnswer]:
         whole = [part for part in parts if part.teaches and not self.is_long(len(part.ids))]
@@ -328,8 +328,8 @@ class Encoder:
                 ids = ids[count:]
             self._written.count(text.completion, [ids], text.where)
             for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
-                kept = ids if len(part.ids) == len(ids) else self._truncated(ids, len(part.ids))
-                yield part._replace(ids=np.array(kept, np.uint32), trained=np.zeros(len(kept), dtype=bool))
+                shorter = ids if len(part.ids) == len(ids) else self._truncated(ids, len(part.ids))
+                yield part._replace(ids=np.array(shorter, np.uint32), trained=np.zeros(len(shorter), dtype=bool))
 
     def _truncated(self, ids: list[int], tokens: int) -> list[int]:
         """Return a text in fewer tokens, with those that the tokenizer puts around it."""

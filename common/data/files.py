@@ -58,10 +58,10 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
     if unknown := [file for file in files if extension_of(file) not in READERS]:
         raise UserError(f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}.")
     folders = {file.parent for file in files if not _MADE_OF_DATA.fullmatch(file.name)}
-    if made := [file for file in files if _MADE_OF_DATA.fullmatch(file.name) and file.parent in folders]:
+    if derived := [file for file in files if _MADE_OF_DATA.fullmatch(file.name) and file.parent in folders]:
         raise UserError(
-            f"{made[0]} is what datasets has made of the files next to it, which would be trained on twice: name the "
-            f"directory, {made[0].parent}, or one of both."
+            f"{derived[0]} is what datasets has made of the files next to it, which would be trained on twice: name "
+            f"the directory, {derived[0].parent}, or one of both."
         )
     if len(files) > 1 and (empty := [file for file in files if file.is_file() and not file.stat().st_size]):
         raise UserError(f"{empty[0]} has 0 bytes, as if it was not written to its end: write it again, or remove it.")

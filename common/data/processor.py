@@ -58,12 +58,12 @@ def _named_class(checkpoint: Path) -> type[ProcessorMixin] | None:
 
 def _without_videos(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
     """Return a class of processors without the part for videos, which transformers finds in the signature."""
-    kept = [each for each in inspect.signature(kind.__init__).parameters.values() if each.name != _VIDEO]
-    names = [each.name for each in kept[1:]]
+    parameters = [each for each in inspect.signature(kind.__init__).parameters.values() if each.name != _VIDEO]
+    names = [each.name for each in parameters[1:]]
 
     def initialize(self: ProcessorMixin, *parts: Any, **options: Any) -> None:
         kind.__init__(self, **dict(zip(names, parts, strict=False)), **options)
 
     method: Any = initialize
-    method.__signature__ = inspect.Signature(kept)
+    method.__signature__ = inspect.Signature(parameters)
     return type(kind.__name__, (kind,), {"__init__": method})

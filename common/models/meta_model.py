@@ -63,8 +63,8 @@ def build_meta_model(
 
 def widen_kept(model: PreTrainedModel) -> None:
     """Make the parameters fp32 that the family keeps so, as ``from_pretrained`` does. Tied ones stay tied."""
-    kept = {id(model.get_parameter(name)): model.get_parameter(name) for name in fp32_parameters(model)}
-    for parameter in kept.values():
+    parameters = {id(model.get_parameter(name)): model.get_parameter(name) for name in fp32_parameters(model)}
+    for parameter in parameters.values():
         parameter.data = parameter.data.to(torch.float32)
 
 

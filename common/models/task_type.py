@@ -96,8 +96,8 @@ def is_encoder_decoder(config: PreTrainedConfig) -> bool:
 def config_for(chosen: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration that ``chosen`` is built from: ``config``, or the part of it that is about text."""
     text = config.get_text_config()
-    wanted: Any = chosen.config_class
-    return text if isinstance(text, wanted) and not isinstance(config, wanted) else config
+    kind: Any = chosen.config_class
+    return text if isinstance(text, kind) and not isinstance(config, kind) else config
 
 
 def _whole(config: PreTrainedConfig) -> TaskType:

@@ -73,7 +73,7 @@ class ImageMemory:
     """Numbers of elements (not bytes) per token of a micro-batch, if all of its tokens belong to images."""
 
     working: int = 0  # Elements while the embedding runs, forward or backward
-    kept: int = 0  # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
+    passed: int = 0  # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
 
 
 NO_IMAGES = ImageMemory()
@@ -94,7 +94,7 @@ def image_memory(model: PreTrainedModel) -> ImageMemory:
         return NO_IMAGES
     trained = any(model.get_parameter(name).requires_grad for name in towers)
     text = model.config.get_text_config()
-    working = kept = 0
+    working = passed = 0
     for tower in _towers(model.config):
         hidden = first_number(tower, "hidden_size", "embed_dim") or text.hidden_size
         width = first_number(tower, "intermediate_size", "mlp_dim") or 4 * hidden
@@ -102,8 +102,8 @@ def image_memory(model: PreTrainedModel) -> ImageMemory:
         patches = _patches_per_token(model.config, tower)
         merged = patches * hidden + _WIDTHS * text.hidden_size  # a projector's input and what it makes of it
         working = max(working, layers * patches * (_HIDDEN_SIZES * hidden + _WIDTHS * width) + merged)
-        kept = max(kept, 2 * len(getattr(tower, "deepstack_visual_indexes", None) or ()) * text.hidden_size)
-    return ImageMemory(working, kept)
+        passed = max(passed, 2 * len(getattr(tower, "deepstack_visual_indexes", None) or ()) * text.hidden_size)
+    return ImageMemory(working, passed)
 
 
 def _towers(config: PreTrainedConfig) -> list[PreTrainedConfig]:

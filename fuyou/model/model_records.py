@@ -72,7 +72,7 @@ class _Records:
     compressed: Mapping[str, CompressedParameter]
     shares: Mapping[str, float]
     wide: frozenset[str]  # First names of the parameters that are fp32 although the others are bf16
-    made: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
     def main(self, name: str, kind: Kind, group: _Group) -> int:
         """Make a record of a whole group, or of its frozen parameters if there are any; return its index."""
@@ -110,10 +110,10 @@ class _Records:
         return self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
 
     def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], **options: Any) -> int:
-        record = Record.build(len(self.made), name, kind, precision, entries, **options)
+        record = Record.build(len(self.records), name, kind, precision, entries, **options)
         slots = (replace(slot, activity=self.shares.get(slot.name, 1.0)) for slot in record.parameters)
-        self.made.append(replace(record, parameters=tuple(slots)))
-        return len(self.made) - 1
+        self.records.append(replace(record, parameters=tuple(slots)))
+        return len(self.records) - 1
 
 
 def model_records(
@@ -216,7 +216,7 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
     )
     towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else None
     return ModelLayout(
-        tuple(records.made),
+        tuple(records.records),
         embedding,
         head,
         tuple((index,) for index in layers),

@@ -183,7 +183,7 @@ class MemoryCounter:
             + counts.device_saved * plan.saved_bytes
             + passing * self._passed_bytes(batch)
             + plan.key_gradient_bytes
-            + passing * batch.seq_len * images.kept * width
+            + passing * batch.seq_len * images.passed * width
             + plan.workspace_bytes
             + REDUCTION_BYTES * ((layout.share.ranks_per_node > 1) + (layout.share.nodes > 1))
             + self._squares_bytes()

@@ -117,16 +117,16 @@ def unmatched_entries(
             yield "exclude_modules", excluded
     else:
         yield from (("exclude_modules", entry) for entry in sorted(excluded or ()) if not _ends(names, entry))
-    wanted = config.layers_to_transform
-    wanted = [wanted] if isinstance(wanted, int) else wanted or []
+    chosen = config.layers_to_transform
+    chosen = [chosen] if isinstance(chosen, int) else chosen or []
     given = config.layers_pattern or []
     # As in peft.tuners.tuners_utils.check_target_module_exists: the first number in a name is its layer's.
     patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in ([given] if isinstance(given, str) else given)]
     layers = set[int]()
-    for name in names if wanted else ():
+    for name in names if chosen else ():
         matches = (re.match(pattern, name) for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."])
         layers.update(int(match[1]) for match in matches if match)
-    yield from (("layers_to_transform", layer) for layer in wanted if layer not in layers)
+    yield from (("layers_to_transform", layer) for layer in chosen if layer not in layers)
 
 
 def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:

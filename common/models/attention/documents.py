@@ -41,8 +41,8 @@ def _by_document(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     asked = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if asked is None else asked
-    wanted = (documents.rows, documents.length)
-    if not causal or any((states.shape[0], states.shape[2]) != wanted for states in (query, key)):
+    shape = (documents.rows, documents.length)
+    if not causal or any((states.shape[0], states.shape[2]) != shape for states in (query, key)):
         raise NotImplementedError("Attention over something else than the rows' tokens.")
     if attention_mask is not None or any(options.get(name) is not None for name in _NOT_CUT):
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
@@ -55,7 +55,7 @@ def _by_document(
         starts = [row * documents.length + start for row, start, _ in documents.spans()]
         rows = [each.transpose(0, 1)[None] for each in states]
         result = attend(*rows, None, window, 0, 0, starts, scale, 0.0)[0][0]
-    return result.unflatten(0, wanted), None
+    return result.unflatten(0, shape), None
 
 
 def _one_by_one(

@@ -57,7 +57,7 @@ def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
 
     Names are matched as in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
     """
-    wanted = model.state_dict()
+    parameters = model.state_dict()
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -66,10 +66,10 @@ def plan_conversions(model: PreTrainedModel, stored: Iterable[str]) -> tuple[lis
     conversions: dict[str, Conversion] = {}
     unused = []
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
-        if target not in wanted:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, parameters)
+        if target not in parameters:
             unused.append(name)
             continue
         rule = None if pattern is None else by_pattern[pattern]

@@ -116,7 +116,7 @@ class SavedForward:
 
     kind: Hashable  # Kind of the call
     plan: _ReplayPlan | None
-    kept: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    saved: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Calls whose outputs are in the buffer, each with those that are on another device than it: the random state of an
     attention kernel is on the host, and to copy it would make the host wait for the device."""
 
@@ -175,7 +175,7 @@ class _SaveOutputs(_FollowPlan):
     def __init__(self, plan: _ReplayPlan, buffer: torch.Tensor):
         super().__init__(plan)
         self._buffer = buffer
-        self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.saved: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,7 +190,7 @@ class _SaveOutputs(_FollowPlan):
             for value, view in zip(values, self._plan.views(index, self._buffer), strict=True):
                 if value.device == view.device:
                     view.copy_(value)
-            self.kept[index] = tuple(value for value in values if value.device != self._buffer.device)
+            self.saved[index] = tuple(value for value in values if value.device != self._buffer.device)
         return result
 
     def _follow(self, func: Any) -> int:
@@ -210,11 +210,11 @@ class _SaveOutputs(_FollowPlan):
 class _Recompute(_FollowPlan):
     """Follows a plan with gradients enabled, and takes its short cuts."""
 
-    def __init__(self, plan: _ReplayPlan, kept: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
+    def __init__(self, plan: _ReplayPlan, saved: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
         super().__init__(plan)
-        self._kept = kept
+        self._saved = saved
         self._buffer = buffer
-        self.short_cuts = plan.short_cuts(frozenset(kept))
+        self.short_cuts = plan.short_cuts(frozenset(saved))
 
     def check(self, matches: bool) -> None:
         if not matches:
@@ -227,10 +227,10 @@ class _Recompute(_FollowPlan):
         operators = self._operators
         self.check(index < len(operators) and operators[index].function is func)
         self.next += 1
-        if index in self._kept:
+        if index in self._saved:
             assert self._buffer is not None
             views = self._plan.views(index, self._buffer)
-            others = iter(self._kept[index])
+            others = iter(self._saved[index])
             given = (
                 next(others) if spec.device != view.device else view
                 for spec, view in zip(operators[index].outputs, views, strict=True)
@@ -272,7 +272,7 @@ class BlockReplay:
             return run(), SavedForward(kind, plan)
         mode = _SaveOutputs(plan, buffer)
         result = mode.run(run, plan.around(frozenset(plan.places)))
-        return result, SavedForward(kind, plan, mode.kept)
+        return result, SavedForward(kind, plan, mode.saved)
 
     def backward(
         self,
@@ -302,7 +302,7 @@ class BlockReplay:
             operators = self.operators if layer in self.layers else ()
             self._plans[kind] = _ReplayPlan(self._shared(trace), modules, operators, self.nbytes)
             return result, 0.0
-        mode = _Recompute(plan, saved.kept, buffer)
+        mode = _Recompute(plan, saved.saved, buffer)
         try:
             result = mode.run(run, plan.around(mode.short_cuts.replaced))
         except _TraceMismatch:

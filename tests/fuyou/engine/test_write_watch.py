@@ -15,7 +15,7 @@ def test_slow_writes_are_noticed_once_and_the_next_plan_counts_on_them(monkeypat
     saved: list[Any] = []
     monkeypatch.setattr(write_watch, "save", lambda profile, *_: saved.append(profile))
     share = SimpleNamespace(rank=0)
-    context: Any = SimpleNamespace(job=SimpleNamespace(shape=SimpleNamespace(share=share)), workload=None, device=None)
+    context: Any = SimpleNamespace(job=SimpleNamespace(layout=SimpleNamespace(share=share)), workload=None, device=None)
     watch, second, each = WriteWatch(PROFILE, context, 2), 0.0, 10**9
     for step, rate in enumerate([0.5e9] * 4 + [0.125e9] * 2, 1):
         watch.step([(second, second + each / rate)], (0, step * each))

@@ -25,11 +25,11 @@ def test_busy_times_and_ancestors() -> None:
     early = done(Op.GRADIENT_DOWNLOAD, [first], 10.5, 10.6)
     second = done(Op.COMPUTE, [upload, early], 11.6, 12.0)
     assert isinstance(second, ComputeTask)
-    second.kept = 0
+    second.saved = 0
     late = done(Op.COMPUTE, [second], 0.0, 0.0)
     late.done = False
     plane = SimpleNamespace(
-        buffers=SimpleNamespace(device=Device(), shape=SimpleNamespace(share=Share())),
+        buffers=SimpleNamespace(device=Device(), layout=SimpleNamespace(share=Share())),
         optimizer=SimpleNamespace(take_intervals=lambda: ([(10.5, 11.25)], [(1.0, 3.0)])),
     )
     accounting = Accounting(plane)  # type: ignore[arg-type]

@@ -177,16 +177,16 @@ class CompressedTensor:
             return
         step = max(1, CHUNK_ELEMENTS * (1 if kernels_of(out.device) == "cpu" else 8) // columns)
         for index, target in enumerate(_matrices(out)):
-            one = slice(index, index + 1)
-            zero = None if zeros is None else zeros[one]
+            matrix = slice(index, index + 1)
+            zero = None if zeros is None else zeros[matrix]
             for start in range(0, rows, step):
                 part = target[None, start : start + step]
-                some = codes[one, start : start + step]
+                some = codes[matrix, start : start + step]
                 if NESTED[0] in components:  # of these rows alone
                     nested = self._nested_scales(components, scales, start, start + some.shape[1])
-                    _decode(table, some, nested[one], zero, divisor, 0, *settings, part)
+                    _decode(table, some, nested[matrix], zero, divisor, 0, *settings, part)
                 else:
-                    _decode(table, some, scales[one], zero, divisor, start, *settings, part)
+                    _decode(table, some, scales[matrix], zero, divisor, start, *settings, part)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
