@@ -32,6 +32,7 @@ from cli.options.run_record import (
 from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
 from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sampled_digest, sync, sync_tree
+from common.models.adapters.gguf_adapter import FILE as GGUF
 from common.models.adapters.options import CONFIG as ADAPTER
 from common.models.adapters.options import WEIGHTS
 from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
@@ -52,10 +53,10 @@ _REFERENCES = ("reference.npz", "reference-held-out.npz")  # What dpo compares w
 _LOGS = (HISTORY_FILE, *(f"{RUN}/{name}" for name in (METRICS, PAGE, *_REFERENCES, CONFIG, DESCRIPTION, FILES)))
 """Files that change with every step, and so have no size in the list. Its own file is the last to be set aside."""
 RESULTS = (
-    "config.json", "generation_config.json", "adapter_*", "*.safetensors", "*.safetensors.index.json", "*model*.bin",
-    "*model*.bin.index.json", "tf_model*", "flax_model*", *TOKENIZER_FILES,
+    "config.json", "generation_config.json", "adapter_*", GGUF, "*.safetensors", "*.safetensors.index.json",
+    "*model*.bin", "*model*.bin.index.json", "tf_model*", "flax_model*", *TOKENIZER_FILES,
 )  # fmt: skip
-"""Names of what transformers, peft, and the like load from a directory, whether this program writes it or not."""
+"""Names of what transformers, peft, and llama.cpp load from a directory, whether this program writes it or not."""
 ENTRY_POINTS = (SINGLE, INDEX, ADAPTER, "config.json")  # Without these, the rest is not loaded
 _OWN = (
     *ENTRY_POINTS, "generation_config.json", WEIGHTS, "model-*-of-*.safetensors", "tokenizer.json",

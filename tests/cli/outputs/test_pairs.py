@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from cli.job.outputs import RESULT, RESULTS, Outputs
 from cli.main import main
 from tests.helpers.command.messages import check
 from tests.helpers.models.images import image_checkpoint, image_data
@@ -120,6 +122,14 @@ def test_what_is_loaded_evaluates_to_the_last_evaluation(alone: dict[str, Path],
     for kind in ("full", "LoRA", "reward", "classify", "merged"):
         expected = (last["LoRA"] if kind == "merged" else last[kind])[0]["validation_metrics/loss"]
         assert loss(kind, alone[kind], checkpoint) == pytest.approx(expected, rel=2e-5), kind
+
+
+@pytest.mark.slow
+def test_files_in_the_way_of_any_result_are_refused_before_a_run(alone: dict[str, Path]) -> None:
+    for kind, output in alone.items():
+        files = Outputs.read(output).listed(RESULT)
+        names = {file for file in files if not any(fnmatch(file, pattern) for pattern in RESULTS)}
+        assert files and not names, (kind, names)
 
 
 @pytest.mark.slow
