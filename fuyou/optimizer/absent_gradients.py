@@ -17,19 +17,29 @@ from fuyou.layout.record_parts import Chunk
 from fuyou.optimizer.adam import UpdateRange
 
 
-def mark_absent(record: Record, flat: torch.Tensor, present: Collection[str]) -> None:
-    """Mark in a complete gradient which parameters have none.
+class AbsenceMarks:
+    """Marks in the gradient of a record which parameters have none.
 
     Args:
-        flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
-        present: first names of the parameters that have a gradient.
+        device: of the gradient. A tensor of all first elements stays there: to copy one would make the host wait.
     """
-    starts = torch.tensor([start for starts in record.part_starts.values() for start in starts], dtype=torch.int64)
-    starts = starts.to(flat.device, non_blocking=True)
-    flat[starts] = flat[starts] + 0.0  # makes 0.0 of -0.0, and changes nothing else
-    for name, absent in record.part_starts.items():
-        for start in absent if name not in present else ():
-            flat[start : start + 1].fill_(-0.0)
+
+    def __init__(self, record: Record, device: torch.device):
+        self._starts = record.part_starts
+        firsts = [start for starts in self._starts.values() for start in starts]
+        self._firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+
+    def mark(self, flat: torch.Tensor, present: Collection[str]) -> None:
+        """Mark a complete gradient.
+
+        Args:
+            flat: ``[numel]`` in the dtype in which it goes to the optimizer; zero where there is no gradient.
+            present: first names of the parameters that have a gradient.
+        """
+        flat[self._firsts] += 0.0  # makes 0.0 of -0.0, and changes nothing else
+        for name, starts in self._starts.items():
+            for start in starts if name not in present else ():
+                flat[start : start + 1].fill_(-0.0)
 
 
 def marked_absent(firsts: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import torch
 
 from fuyou.layout.record import Kind, Record
 from fuyou.model.streamed_model import StreamedModel
-from fuyou.optimizer.absent_gradients import mark_absent
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
 from fuyou.runtime.data_plane.buffers import Buffers
 from fuyou.schedule.tasks import ComputeTask, known
@@ -105,7 +104,7 @@ class TaskParameters:
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:
             round_in_place(total.flat, rounded)
-        mark_absent(record, rounded, total.seen)
+        self._buffers.absence_marks(record).mark(rounded, total.seen)
         if self._buffers.layout.share.world_size == 1:  # else it is a part of a sum
             self._squares.append(sum_of_squares(rounded))
 

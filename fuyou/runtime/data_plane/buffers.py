@@ -10,6 +10,7 @@ from common.memory.buffers import HostBuffer
 from common.memory.shortage import shortage_explained
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
+from fuyou.optimizer.absent_gradients import AbsenceMarks
 from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
 from fuyou.runtime.device import Device
 from fuyou.schedule.memory_plan import MemoryPlan
@@ -74,6 +75,7 @@ class Buffers:
         }
         self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
+        self._absence_marks: dict[int, AbsenceMarks] = {}  # By index of the record, with a tensor on the device
         self.shared = self._regions()  # Where host parameters and gradients lie in the shared memory file
         with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
@@ -123,6 +125,12 @@ class Buffers:
         """Return this rank's part, ``uint8``, of the device buffer ``index`` of the record's gradient."""
         start = record.share.owned_start(record.numel) * record.precision.gradient_bytes
         return self.gradients[record.kind].bytes(index, start + record.gradient_nbytes)[start:]
+
+    def absence_marks(self, record: Record) -> AbsenceMarks:
+        """Return what marks parameters without a gradient in a record's gradient on the device."""
+        if record.index not in self._absence_marks:
+            self._absence_marks[record.index] = AbsenceMarks(record, self.device.torch_device)
+        return self._absence_marks[record.index]
 
     def close(self) -> None:
         """Give all memory back, once the device has come to rest."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.share import Share
 from fuyou.optimizer import chunk_update
-from fuyou.optimizer.absent_gradients import OwnedParameters, mark_absent
+from fuyou.optimizer.absent_gradients import AbsenceMarks, OwnedParameters
 from fuyou.optimizer.adam import AdamConfig, Update, UpdateRange
 from fuyou.optimizer.chunk_update import ChunkOptimizer
 from fuyou.optimizer.moments import OptimizerStates
@@ -46,7 +46,7 @@ def test_a_sum_over_ranks_has_none_only_where_no_rank_has_one(ranks: tuple[int, 
         for name, view in layout.views(gradient).items():
             if name in present:
                 view.fill_(-0.0)  # the worst that a gradient can be: nothing but this
-        mark_absent(layout, gradient, present)
+        AbsenceMarks(layout, gradient.device).mark(gradient, present)
         assert not gradient.any()
         total = gradient if total is None else (total.float() + gradient.float()).to(dtype)
     assert total is not None
