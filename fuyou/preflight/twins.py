@@ -34,7 +34,7 @@ from fuyou.model.loss.cross_entropy import targets_of
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.replay import BlockReplay
 from fuyou.model.training_batch import TrainingBatch
-from fuyou.optimizer.absent_gradients import marked_absent
+from fuyou.optimizer.absent_gradients import AbsenceMarks, marked_absent
 from fuyou.runtime.compute.step_computation import StepComputation
 from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.schedule.batch import Batch, BatchShape
@@ -334,6 +334,7 @@ class SmallStep:
             gradients=gradients,
             activations={kind: _Buffers() for kind in Activation},
             key_gradients=_Buffers(),
+            absence_marks=lambda record: AbsenceMarks(record, torch.device("cpu")),
         )
         heap = SimpleNamespace(trim=lambda: None)
         executor = SimpleNamespace(start=start, finish=finish)
