@@ -63,7 +63,7 @@ STATE = TrainingState(7, 1, "", "model", "bf16", "torch.float32", random={"cpu":
 
 @pytest.fixture(scope="module")
 def layout() -> ModelLayout:
-    return OpenModel(tiny_config(), Precision.named("bf16"), torch.device("cpu")).shape
+    return OpenModel(tiny_config(), Precision.named("bf16"), torch.device("cpu")).layout
 
 
 @pytest.fixture(autouse=True)

@@ -261,14 +261,15 @@ def test_ranks_killed_while_they_filled_their_stores_begin_again(tmp_path: Path)
 def test_a_run_whose_description_and_commit_are_of_two_times_is_not_finished(
     tmp_path: Path, ended_after: int, commits: bool
 ) -> None:
-    """One of the two is from a backup: the commit, of step 3, counts."""
+    """One of the two is from a backup. The commit, of step 3, counts, but does not replace a later result."""
     scene = Scene(tmp_path, commits)
     scene.fill()
     scene.commit()
     scene.record("ended")
     assert scene.decide(WAYS["auto"]) == "finished"
     note_end(scene.output, ended_after)
-    assert scene.decide(WAYS["auto"]) == "continued"
+    decided = scene.decide(WAYS["auto"])
+    assert decided == "continued" if ended_after < 3 else decided.startswith(f"The result in {scene.output} is that of")
 
 
 @pytest.mark.parametrize("kind", ["store", "commits"])
