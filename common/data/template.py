@@ -235,7 +235,7 @@ class ChatTemplate:
         ends = [end for _, end in out["offset_mapping"]]
         trained = [False] * len(starts)
         for first, stop in spans:
-            # White space that a tokenizer leaves out of its offsets begins and ends behind it.
+            # White space that a tokenizer leaves out of its offsets lies before the next token.
             behind = max(bisect_left(starts, stop), bisect_right(ends, stop))
             for token in range(bisect_right(ends, first), behind):
                 trained[token] = True
