@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -67,25 +67,24 @@ class HostBuffer:
         self._tensor: torch.Tensor = torch.from_numpy(self.array)
         self._advise(mmap.MADV_HUGEPAGE, 0, self.nbytes)
 
-    def touch(self) -> "HostBuffer":
-        """Take all pages from the system, on all cores, so that neither faults nor shortage occur in the training loop.
+    def touch(self, offset: int = 0, nbytes: int | None = None) -> "HostBuffer":
+        """Take pages from the system, on all cores, so that neither faults nor shortage occur in the training loop.
+
+        What is in them does not change, and other threads may use them meanwhile.
+
+        Args:
+            offset: first byte of a range, of which whole pieces of 16 MiB are taken.
+            nbytes: its size; None: all that follows.
 
         Raises:
             FinetuneError: the system has no memory left.
         """
-        return self._by_pieces(self._take if self.fd is None else self._take_shared)
-
-    def map_all(self) -> "HostBuffer":
-        """Map the pages of a memory file that another process has touched."""
-        return self._by_pieces(self._take)
-
-    def _by_pieces(self, work: Callable[[int, int], None]) -> "HostBuffer":
-        # The kernel makes huge pages of shared memory only from small ones. Piece by piece, those that one piece frees
-        # serve the next: three times as fast as all at once.
-        starts = range(0, self.nbytes, _PIECE_BYTES)
+        take = self._take if self.fd is None else self._take_shared
+        end = self.nbytes if nbytes is None else min(offset + nbytes, self.nbytes)
+        starts = range(offset - offset % _PIECE_BYTES, end, _PIECE_BYTES)
         sizes = [min(_PIECE_BYTES, self.nbytes - start) for start in starts]
-        with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)))) as threads:
-            for _ in threads.map(work, starts, sizes):
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            for _ in threads.map(take, starts, sizes):
                 pass
         return self
 
@@ -100,12 +99,20 @@ class HostBuffer:
     def _take_shared(self, start: int, nbytes: int) -> None:
         """Allocate a piece of the memory file, on huge pages where possible; a shortage would be SIGBUS later."""
         assert self.fd is not None
+        # The kernel makes huge pages of shared memory only from small ones, and copies these. From a single one it is
+        # six times as fast as from all.
+        self._allocate(range(start, start + nbytes, HUGE_PAGE), PAGE)
+        self._advise(_MADV_COLLAPSE, start, nbytes)  # kernels without it have small pages: slower, still right
+        self._allocate([start], nbytes)
+        self._take(start, nbytes)
+
+    def _allocate(self, starts: Iterable[int], nbytes: int) -> None:
+        assert self.fd is not None
         try:
-            os.posix_fallocate(self.fd, start, nbytes)
+            for start in starts:
+                os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             raise self._shortage(error.errno) from error
-        self._advise(_MADV_COLLAPSE, start, nbytes)  # kernels without it have small pages: slower, still right
-        self._take(start, nbytes)
 
     def _shortage(self, error: int | None) -> FinetuneError:
         reason = os.strerror(error or errno.ENOMEM)

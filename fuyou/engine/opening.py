@@ -307,6 +307,7 @@ class OpenRun:
             self._check_read()
         else:
             self.created_bytes = self._fill(self.files)
+        runtime.plane.buffers.wait_until_touched()
         if store.resume and not self.agreement.is_alone:
             self.commits.write_manifest()  # a step that this rank alone had committed does not count
         self.agreement.all_gather_object(None)

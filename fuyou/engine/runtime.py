@@ -180,6 +180,7 @@ class Runtime:
         """Make all buffers again, by the memory plan. Nothing may be pending."""
         self.close()
         self.open(self._commits)
+        self.plane.buffers.wait_until_touched()
 
     def batch_shape(self, rows: int, seq_len: int, loss: LossInputs = ENGINE_LOSS) -> BatchShape:
         """Return a batch as the schedule sees it."""

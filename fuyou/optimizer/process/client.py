@@ -43,7 +43,7 @@ class OptimizerLink:
         on_failure: Callable[[BaseException], None],
         locks: Sequence[int] = (),
     ) -> None:
-        """Send the set-up message, wait until the process has its buffers, and start listening.
+        """Send the set-up message, and start listening; the process takes its memory meanwhile.
 
         Args:
             on_message: called in the link's thread with every ``Updated`` and ``Written``.
@@ -59,7 +59,6 @@ class OptimizerLink:
                     socket.send_fds(channel, [b"."], list(locks))
         except OSError:
             raise self._died() from None
-        self.wait_until_up()
         self._thread = threading.Thread(target=self._listen, name="fuyou optimizer link", daemon=True)
         self._thread.start()
 
@@ -89,7 +88,7 @@ class OptimizerLink:
         self._connection.close()
 
     def wait_until_up(self) -> None:
-        """Wait until the process has imported its libraries, or has finished its set-up."""
+        """Wait until the process has imported its libraries."""
         try:
             message = self._receive()
         except (EOFError, OSError):

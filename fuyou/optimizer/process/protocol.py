@@ -45,9 +45,11 @@ class SharedRegions:
     parameters: dict[Kind, BufferRegion]
     gradients: dict[Kind, BufferRegion]
 
+    def regions(self) -> list[BufferRegion]:
+        return [*self.parameters.values(), *self.gradients.values()]
+
     def starts(self) -> list[int]:
-        regions = [*self.parameters.values(), *self.gradients.values()]
-        return [region.start(index) for region in regions for index in range(region.count)]
+        return [region.start(index) for region in self.regions() for index in range(region.count)]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class WriteRecord:
 
 @dataclass(frozen=True)
 class Ready:
-    """Answer: the process has started, or has finished its set-up."""
+    """Answer: the process has started."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from fuyou.optimizer.process.protocol import (
     CreateRecord,
     EnginePipe,
     ReadStates,
-    Ready,
     Setup,
     Updated,
     UpdateRecord,
@@ -58,7 +57,7 @@ class RecordUpdater:
         self._setup = setup
         self._pipe = pipe
         self._records = setup.records
-        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd).map_all()  # the engine has touched it
+        self._shared = HostBuffer(setup.shared.nbytes, fd=shared_fd)
         directories = [Path(path) for path in setup.directories]
         self._store = Store.open(directories, throttle=setup.throttle)
         # The training files' extents follow from the records alone; the store's layout holds just these, in this order.
@@ -81,7 +80,6 @@ class RecordUpdater:
     def run(self) -> None:
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         threading.Thread(target=self._read_ahead, name="read ahead", daemon=True).start()
-        self._pipe.send(Ready())
         while True:
             message = self._updates.get()
             if isinstance(message, CreateRecord):

@@ -1,6 +1,7 @@
 """All buffers of a run, on host and device: allocated at once, by the memory plan, and given back at once."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from fuyou.optimizer.process.protocol import BufferRegion, SharedRegions
 from fuyou.runtime.device import Device
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.tasks import Activation, Task
+
+_TOUCHED_BYTES = 1 << 30  # Bytes after which a run that is closed stops taking memory
 
 
 class DeviceBuffers:
@@ -80,13 +83,36 @@ class Buffers:
         with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
             descriptor = os.dup(shared_fd)
+        self.host = HostBuffer(self.shared.nbytes, fd=descriptor)
+        self._host_activations = {
+            Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations),
+            Activation.SAVED: HostBuffer(plan.saved_bytes * counts.host_saved),
+        }
         with numa.prefer(numa.node_of(device.torch_device)):
-            self.host = HostBuffer(self.shared.nbytes, fd=descriptor).touch()
-            self._host_activations = {
-                Activation.HIDDEN: HostBuffer(plan.activation_bytes * counts.host_activations).touch(),
-                Activation.SAVED: HostBuffer(plan.saved_bytes * counts.host_saved).touch(),
-            }
-        if device.page_locks:
+            for region in self.shared.regions():  # what a store is filled from
+                self.host.touch(region.offset, region.slot_bytes * min(2, region.count))
+        self._closing = False
+        self._touching = ThreadPoolExecutor(1, "touch")
+        self._touched = self._touching.submit(self._touch)
+
+    def _touch(self) -> None:
+        with numa.prefer(numa.node_of(self.device.torch_device)):
+            for buffer in (self.host, *self._host_activations.values()):
+                for start in range(0, buffer.nbytes, _TOUCHED_BYTES):
+                    if self._closing:
+                        return
+                    buffer.touch(start, _TOUCHED_BYTES)
+
+    def wait_until_touched(self) -> None:
+        """Wait until the system has given all host memory, and page-lock it: before the first step.
+
+        A store is filled meanwhile.
+
+        Raises:
+            FinetuneError: the system has no memory left.
+        """
+        self._touched.result()
+        if self.device.page_locks:
             self.host.page_lock(self.shared.starts())
             for activation, buffer in self._host_activations.items():
                 buffer.page_lock(range(0, buffer.nbytes, max(1, self.activation_bytes[activation])))
@@ -134,6 +160,8 @@ class Buffers:
 
     def close(self) -> None:
         """Give all memory back, once the device has come to rest."""
+        self._closing = True
+        self._touching.shutdown()
         try:
             self.device.synchronize()
         finally:  # a device that failed must not keep host memory registered
