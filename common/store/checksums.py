@@ -80,22 +80,26 @@ def _device_hashes(pages: "torch.Tensor") -> npt.NDArray[np.uint64]:
 _DEVICE_PAGES = 256  # Pages whose words are multiplied at once: they take as many bytes again of the device's memory
 
 
+PartSums = npt.NDArray[np.uint64]  # `[parts, directories]`: the checksum of each part of an extent in each directory
+
+
 @dataclass(frozen=True)
 class ChecksummedExtent:
     """An extent, and the checksums of what was written to it, as a manifest lists them."""
 
     what: str  # Name of its content, for messages: `block 7, optimizer states`
     extent: Extent
-    sums: tuple[int, ...]  # Checksum of each directory
+    sums: PartSums
 
     def to_dict(self) -> dict[str, Any]:
-        sums = [f"{value:016x}" for value in self.sums]
+        sums = [of_directory.astype(">u8").tobytes().hex() for of_directory in self.sums.T]
         return {"what": self.what, "extent": list(astuple(self.extent)), "sums": sums}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "ChecksummedExtent":
         file, offset, nbytes, unit = content["extent"]
-        sums = tuple(int(text, 16) for text in content["sums"])
+        columns = [np.frombuffer(bytes.fromhex(text), ">u8") for text in content["sums"]]
+        sums = np.stack(columns, axis=1).astype(np.uint64)
         return cls(str(content["what"]), Extent(str(file), int(offset), int(nbytes), int(unit)), sums)
 
 
@@ -107,9 +111,6 @@ class DamagedError(StoreError):
         self.directories = tuple(directories)  # Directories whose bytes differ
 
 
-PartSums = npt.NDArray[np.uint64]  # `[parts, directories]`: the checksum of each part of an extent in each directory
-
-
 @dataclass(frozen=True)
 class CheckedExtent:
     """An extent with what it must hold: a checksum for each of its parts, so that a part can be read alone."""
@@ -119,10 +120,6 @@ class CheckedExtent:
     ends: Sequence[int]  # End of each part, in bytes of the extent: whole pages, but for the last part
     sums: PartSums
 
-    def total(self) -> ChecksummedExtent:
-        """Return the checksums of the whole extent."""
-        return ChecksummedExtent(self.what, self.extent, tuple(self.sums.sum(axis=0).tolist()))
-
     def covering(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Return the first byte, and the end, of the fewest whole parts that hold a range."""
         first = bisect.bisect_right(self.ends, offset)
@@ -131,8 +128,10 @@ class CheckedExtent:
 
 
 _ADVICE = (
-    " They were not used, and nothing after them is committed. Look at the drive's health (smartctl, dmesg); --resume "
-    "reads everything again, and continues from the last committed step if that is whole."
+    " They were not used, and nothing after them is committed. Look at the drive's health (smartctl, dmesg); finetune "
+    "verify reads everything. If it is whole, --resume continues from the last committed step; if not, and no backup "
+    "of all directories can be restored, begin again with --overwrite, from a checkpoint of this run (--model) if it "
+    "has saved any."
 )
 
 
@@ -194,13 +193,13 @@ class ExtentChecksums:
             part = part + 1
             done = done + nbytes
 
-    def compare(self, expected: Sequence[int]) -> None:
-        """Compare the whole extent, of which every byte has been added, with a checksum for each directory.
+    def compare(self, expected: PartSums) -> None:
+        """Compare the whole extent, of which every byte has been added, with the checksums of its parts.
 
         Raises:
             DamagedError: it is damaged; names the extent's content and the files.
         """
-        self._compare(self.parts().sum(axis=0).tolist(), expected)
+        self._compare(self.parts().sum(axis=0).tolist(), expected.sum(axis=0).tolist())
 
     def _compare(self, totals: Sequence[int], expected: Sequence[int], advice: str = "") -> None:
         sums = zip(self._directories, totals, expected, strict=True)

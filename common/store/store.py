@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
-from common.store.checksums import CheckedExtent, ChecksummedExtent, ExtentChecksums, PartSums
+from common.store.checksums import CheckedExtent, ChecksummedExtent, ExtentChecksums
 from common.store.errors import StoreError
 from common.store.kvikio_backend import KvikioFile
 from common.store.layout import ALIGNMENT, Extent, Layout, pieces, whole_pages
@@ -331,22 +331,21 @@ def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list
     for entry in sealed:
         read += entry.extent.nbytes
         try:
-            part_sums(store, entry)
+            check_extent(store, entry)
         except StoreError as error:
             damage.append(str(error))
     return read, damage
 
 
-def part_sums(store: Store, entry: ChecksummedExtent, ends: Sequence[int] | None = None) -> PartSums:
-    """Read all of an extent, compare it with its checksums, and return those of its parts, which end at ``ends``.
+def check_extent(store: Store, entry: ChecksummedExtent) -> None:
+    """Read all of an extent, and compare it with its checksums.
 
     Raises:
         StoreError: it is damaged, or cannot be read.
     """
     extent = entry.extent
-    sums = ExtentChecksums(entry.extent, store.directories, entry.what, ends)
+    sums = ExtentChecksums(extent, store.directories, entry.what)
     buffer = aligned_bytes(min(PIECE_BYTES, extent.nbytes))
     for start in range(0, extent.nbytes, PIECE_BYTES):
         store.read_unchecked(extent, buffer, start, min(PIECE_BYTES, extent.nbytes - start), sums).result()
     sums.compare(entry.sums)
-    return sums.parts()

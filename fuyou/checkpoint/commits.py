@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from common.errors import FinetuneError, UserError
-from common.store import Extent, Store, StoreError, commit_manifest
-from common.store.checksums import ChecksummedExtent, DamagedError, PartSums
-from common.store.store import part_sums
+from common.store import Extent, Store, commit_manifest
+from common.store.checksums import ChecksummedExtent, PartSums
 from fuyou.layout.record import FROZEN_FILE, SLOTS, Precision, weights_file
 from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT
 from fuyou.layout.record_sums import RecordSums
@@ -21,7 +20,7 @@ from fuyou.optimizer.adam import Update
 from fuyou.runtime.ranks import Agreement, host, rank_name
 from fuyou.schedule.tasks import Op, Task, known
 
-FORMAT = 3  # Version of the files in a store; raised whenever their meaning changes
+FORMAT = 4  # Version of the files in a store; raised whenever their meaning changes
 
 
 @dataclass
@@ -317,42 +316,20 @@ def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> 
     }
 
 
-def check_records(store: Store, state: TrainingState, ends: Mapping[Extent, Sequence[int]]) -> dict[Extent, PartSums]:
-    """Read all records of a committed state, compare them with its checksums, and return those of their parts.
+def stored_sums(store: Store, state: TrainingState, ends: Mapping[Extent, Sequence[int]]) -> dict[Extent, PartSums]:
+    """Return the checksums of everything in a committed state, with which all that is read will be compared.
 
     Args:
         ends: end of each part of every extent, in bytes.
 
     Raises:
-        StoreError: if some are damaged; names them and the drive.
+        FinetuneError: the manifest lists other parts.
     """
-    sums: dict[Extent, PartSums] = {}
-    errors: list[StoreError] = []
-    for entry in sealed_records(store, state):
-        try:
-            sums[entry.extent] = part_sums(store, entry, ends[entry.extent])
-        except StoreError as error:
-            errors.append(error)
-    if errors:
-        more = f" And {len(errors) - 3} more (see --verify)." if len(errors) > 3 else ""
-        raise StoreError(
-            f"The run in {store.directories[0]} is damaged and cannot be continued. "
-            f"{' '.join(map(str, errors[:3]))}{more} {_way_out(store, errors)}"
-        )
+    sums = {entry.extent: entry.sums for entry in sealed_records(store, state)}
+    for extent, listed in sums.items():
+        if len(listed) != len(ends[extent]):
+            raise _edited(f"{len(listed)} checksums of {len(ends[extent])} parts of a record")
     return sums
-
-
-def _way_out(store: Store, errors: Sequence[StoreError]) -> str:
-    damaged = {path for error in errors if isinstance(error, DamagedError) for path in error.directories}
-    whole = [path for path in store.directories if path not in damaged]
-    again = "begin again with --overwrite, from a checkpoint of this run (--model) if it has saved any."
-    if damaged and whole and all(isinstance(error, DamagedError) for error in errors):
-        return (
-            f"Everything in {' and '.join(map(str, whole))} is whole. If a directory was restored from a backup or "
-            "copied, restore all directories of the run as they were at the same time, and --resume. Otherwise look at "
-            f"the drive's health (smartctl, dmesg), then {again}"
-        )
-    return f"Look at the drive's health (smartctl, dmesg), then {again}"
 
 
 def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent]:
@@ -364,7 +341,7 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
     try:
         sealed = [ChecksummedExtent.from_dict(record) for record in state.checksums]
-        listed = {record.extent for record in sealed if len(record.sums) == len(store.directories)}
+        listed = {record.extent for record in sealed if record.sums.shape[1] == len(store.directories)}
     except (TypeError, ValueError, KeyError):
         sealed = []
         listed = set()

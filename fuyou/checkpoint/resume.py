@@ -30,9 +30,9 @@ from common.store.folders import (
     successor_folder,
 )
 from common.store.manifest import MANIFEST_FILE, sync_directory
-from common.store.store import part_sums
+from common.store.store import check_extent
 from common.units import format_bytes
-from fuyou.checkpoint.commits import CLUSTER, TrainingState, check_records, check_state, cluster_content
+from fuyou.checkpoint.commits import CLUSTER, TrainingState, check_state, cluster_content, stored_sums
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.checkpoint.shards import (
     Drives,
@@ -54,7 +54,7 @@ from fuyou.runtime.ranks import Agreement, host
 def resume_run(
     drives: Drives, layout: ModelLayout, expected: TrainingState, agreement: Agreement, **io: Any
 ) -> RunFiles:
-    """Open this rank's store of the run that is on ``drives``, its records compared with their checksums. Collective.
+    """Open this rank's store of the run that is on ``drives``. Collective.
 
     If the run is on other drives than ``drives.folders``, or was made by another number of ranks, it moves first.
 
@@ -85,7 +85,7 @@ class _Resumption:
         self._lock = DirectoryLock(())
         self._scans: list[DriveScan] = []  # What all ranks have found
         self._found: dict[Path, Identity] = {}  # All directories of stores on this rank's drives
-        self._sums: dict[Extent, PartSums] = {}  # Checksums of everything in this rank's store, once it is checked
+        self._sums: dict[Extent, PartSums] = {}  # Checksums of everything in this rank's store
 
     def run(self, io: dict[str, Any]) -> RunFiles:
         with contextlib.ExitStack() as opened:
@@ -99,7 +99,7 @@ class _Resumption:
             store = self._all_or_none(lambda: opened.enter_context(Store.open(self._drives.folders, **io)))
             state = self._all_or_none(lambda: self._state_after(store, step))
             if not moves:
-                self._sums = self._all_or_none(lambda: self._check(store, self._share, state))
+                self._sums = self._all_or_none(lambda: self._stored_sums(store, self._share, state))
             remove_leftovers(store)  # of a killed process
             opened.pop_all()
         run = "" if self._agreement.is_alone else chosen.members[self._rank].run
@@ -136,12 +136,12 @@ class _Resumption:
             content = cluster["previous"]
         return check_state(store, content, self._expected)
 
-    def _check(self, store: Store, share: Share, state: TrainingState) -> dict[Extent, PartSums]:
-        """Compare everything in the store of one rank with its checksums, and return those of its parts."""
+    def _stored_sums(self, store: Store, share: Share, state: TrainingState) -> dict[Extent, PartSums]:
+        """Return the checksums of everything in the store of one rank."""
         shard = self._layout_of(share, len(store.directories), state)
         if store.layout != shard.layout:
             raise FinetuneError(f"The store in {store.directories[0]} is not laid out as this model's.")
-        return check_records(store, state, shard.ends_by_extent())
+        return stored_sums(store, state, shard.ends_by_extent())
 
     @property
     def _hosts(self) -> list[str]:
@@ -240,7 +240,7 @@ class _Resumption:
                 )
                 sums: dict[int, dict[Extent, PartSums]] = self._all_or_none(
                     lambda: {
-                        shard.rank: self._check(stores[shard.rank], shard.share, own_states[shard.rank])
+                        shard.rank: self._stored_sums(stores[shard.rank], shard.share, own_states[shard.rank])
                         for shard in mine
                     }
                 )
@@ -303,9 +303,10 @@ class _Resumption:
         run: str,
     ) -> None:
         new.sync(new.layout.file_bytes())
-        ends = target.ends_by_extent()
+        self._sums = {entry.extent: entry.sums for entry in sealed}
         try:
-            self._sums = {entry.extent: part_sums(new, entry, ends[entry.extent]) for entry in sealed}
+            for entry in sealed:
+                check_extent(new, entry)
         except StoreError as error:
             raise FinetuneError(
                 f"A drive does not return what was written to it; nothing was changed. {error}"

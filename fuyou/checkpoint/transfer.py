@@ -149,7 +149,9 @@ class RecordTransfer:
         for record in target.records:
             extents = {part: target.extent(record.index, part) for part in (PARTS if record.trainable else PARTS[:1])}
             sums = {
-                part: ExtentChecksums(extent, store.directories, sealed_name(record, part))
+                part: ExtentChecksums(
+                    extent, store.directories, sealed_name(record, part), target.ends(record.index, part)
+                )
                 for part, extent in extents.items()
             }
             longest = max(each.records[record.index].units for each in self._targets)
@@ -164,7 +166,9 @@ class RecordTransfer:
                     ]
                     for future in writing:
                         future.result()
-            sealed += [each.checked().total() for each in sums.values()]
+            sealed += [
+                ChecksummedExtent(sealed_name(record, part), extents[part], each.parts()) for part, each in sums.items()
+            ]
         return sealed
 
     def _gather(self, index: int, kind: ValueKind, start: int, stop: int) -> tuple[int, int, torch.Tensor]:

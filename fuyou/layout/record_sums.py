@@ -1,7 +1,7 @@
 """Checksums of records: every byte that was written has one, and no byte is read without comparing it.
 
-Each extent is cut into parts, so that what is used alone is compared alone, before it is used. A manifest lists the sum
-of each extent's parts.
+Each extent is cut into parts, so that what is used alone is compared alone, before it is used. A manifest lists the
+checksums of all parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,6 +83,5 @@ class RecordSums:
             for part in PARTS:
                 for extent in self._extents[record.index, part][slot if record.trainable else 0 :][:1]:
                     if extent in self._sums:
-                        sums = tuple(self._sums[extent].sum(axis=0).tolist())
-                        entries.append(ChecksummedExtent(sealed_name(record, part), extent, sums))
+                        entries.append(ChecksummedExtent(sealed_name(record, part), extent, self._sums[extent]))
         return entries

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import FinetuneError
-from common.store import StoreError
 from common.store.checksums import PartSums, checksum
 from fuyou.layout.record_sums import Part, RecordSums
 from tests.helpers.crash.drives import Fault
@@ -28,8 +27,11 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
     file = tmp_path / "fuyou-run" / victim.extent.file
     assert sum(one.extent.nbytes for one in sealed) == file.stat().st_size  # nothing lies between what is checked
     flip(file, victim.extent.offset + 12345)
-    with pytest.raises(StoreError, match=rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "):
-        small_engine(tmp_path, lr=1e-3, resume=True)
+    named = rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "
+    with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
+        with pytest.raises(FinetuneError, match=named):
+            train(engine, 2)
+        assert engine.committed_step == 1
     flip(file, victim.extent.offset + 12345)
 
     # Damage that a drive does while training.
