@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.memory.buffers import HostBuffer
 from common.models.checkpoint.export import CheckpointWriter
 from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
@@ -65,7 +66,7 @@ class StoreReader:
         yield from _joined(itertools.chain.from_iterable(slots))
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        stored = torch.empty(record.device_nbytes, dtype=torch.uint8)
+        stored = HostBuffer(record.device_nbytes).tensor(torch.uint8, 0, record.device_nbytes)  # on huge pages
         part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
         checked = self._sums.checked(record.index, "parameters", self._slot(record))
         self._store.read(checked, part.numpy()).result()
@@ -120,7 +121,7 @@ def _joined(parts: Iterable[tuple[ParameterSlot, torch.Tensor]]) -> Iterator[tup
 
 # Smallest and largest shard of an exported checkpoint, in bytes
 _LEAST_SHARD = 32 << 20
-_LARGEST_SHARD = 5_000_000_000
+_LARGEST_SHARD = 2_000_000_000
 
 
 class StoreExporter:
@@ -131,7 +132,7 @@ class StoreExporter:
         reader: reads the weights from the run's store.
         layout: the model's records, as this rank sees them.
         checkpoint: what training began with, whose tokenizer is copied; None if it was random.
-        host_limit: bytes of host memory; a shard takes a third.
+        host_limit: bytes of host memory; two shards take a third.
         writes: whether this rank writes what the ranks of its node read together.
         allow_nonfinite: whether NaNs and infinities are written, too.
     """
@@ -152,13 +153,13 @@ class StoreExporter:
         self._layout = layout
         self._writes = writes
         self._allows_nonfinite = allow_nonfinite
-        self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 3))
+        self._shard = max(_LEAST_SHARD, min(_LARGEST_SHARD, host_limit // 6))
 
     def checkpoint(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a Hugging Face checkpoint in ``dtype`` that computes what the run does: adapters are merged, weights
         that it has rounded (to ``nf4`` or ``int8``) stay rounded, and what it has only read is copied in ``dtype``.
 
-        Memory: a shard and, with adapters, one block in ``dtype`` and its adapters.
+        Memory: two shards and, with adapters, one block in ``dtype`` and its adapters.
 
         Raises:
             NonFiniteWeights: a tensor holds a NaN or an infinity, and may not; on the rank that writes, when it has
@@ -189,7 +190,7 @@ class StoreExporter:
                 continue
             if model.adapters is not None:
                 values = model.adapters.merge(values)
-            writer.add(values)
+            writer.add(values, copy=False)
         if writer is not None:
             writer.finish()
 

@@ -79,7 +79,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 def test_memory_is_that_of_a_shard_and_a_block(tmp_path):
     config = family_config("llama", hidden_size=512, intermediate_size=4096, num_hidden_layers=12)
     meta = build_meta_model(config)
-    writer = CheckpointWriter(tmp_path, meta, config, torch.bfloat16, 30 << 20)
+    writer = CheckpointWriter(tmp_path, meta, config, torch.bfloat16, 15 << 20)
     prefix, blocks = find_blocks(meta)
     for name in outer_names(meta, prefix):
         writer.add({name: torch.ones(meta.get_parameter(name).shape)})

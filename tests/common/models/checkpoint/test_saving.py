@@ -4,19 +4,23 @@ import errno
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from common.models.checkpoint.export import (
     make_staging_folder,
     move_into_place,
     save_tensors,
 )
+from common.models.checkpoint.shards import DTYPES, read_header
 from common.store.errors import StoreError
 
 
@@ -35,15 +39,48 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int) -> None:
 
 
 def test_what_the_system_rejects_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object, **options: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("common.models.checkpoint.export.save_file", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
         StoreError, match=rf"writing of weights in {re.escape(str(tmp_path))} failed: No space left"
     ) as told:
         save_tensors(tmp_path / "weights", {})
-    assert os.strerror(errno.ENOSPC) in str(told.value) and "Free some space there" in str(told.value)
+    assert "Free some space there" in str(told.value)
+
+
+@given(
+    st.dictionaries(
+        st.text("aé.0", min_size=1, max_size=9),
+        st.tuples(st.sampled_from([*DTYPES.values()]), st.lists(st.integers(0, 700), max_size=2)),
+        max_size=6,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_safetensors_reads_what_was_saved(described: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    tensors = {
+        name: torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
+        for name, (dtype, shape) in described.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        save_tensors(Path(folder) / "weights", tensors, z="last", a="é")
+        loaded = load_file(Path(folder) / "weights")
+        with safe_open(Path(folder) / "weights", "pt") as opened:
+            assert opened.metadata() == {"format": "pt", "z": "last", "a": "é"}
+        shards = read_header(Path(folder) / "weights")
+    assert loaded.keys() == tensors.keys() == shards.keys()
+    for name, value in tensors.items():
+        assert loaded[name].dtype == value.dtype
+        assert loaded[name].shape == value.shape == shards[name].shape
+        assert loaded[name].view(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8))
+
+
+def test_files_of_one_dtype_are_those_of_safetensors(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(300, 1000) for name in ("b", "a", "c.d")}
+    save_tensors(tmp_path / "ours", tensors)
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
