@@ -1,10 +1,14 @@
 """Activities that take long: libraries name them, and the command shows them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from operator import truediv
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -59,3 +63,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 def current_activity() -> Activity | None:
     """Return the current activity, if any."""
     return next(reversed(_open), None)
+
+
+def advancing(items: Collection[T]) -> Iterator[T]:
+    """Yield ``items``, and let the current activity tell which part of them is done."""
+    doing = current_activity() or Activity("")
+    for done, item in enumerate(items):
+        doing.share = partial(truediv, done, len(items))
+        yield item

@@ -218,7 +218,7 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
         interrupts.how_to_continue = job.settings.how_to_continue
         _extend_reference(job)
         where = ", ".join(str(path) for path in job.ssd)
-        doing = f"reading what the run has in {where}" if job.settings.resume else f"writing the weights to {where}"
+        doing = f"opening the run in {where}" if job.settings.resume else f"writing the weights to {where}"
         with activity(doing, announced=True):
             job.watched.check()
             assert job.plan is not None

@@ -1,7 +1,7 @@
 """A store reads and writes records on all drives at once: one I/O call per stripe, on a pool of threads per drive."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from common.activity import advancing
 from common.errors import UserError, did_you_mean
 from common.store import directories as placement
 from common.store import kvikio_backend
@@ -324,11 +325,11 @@ def _check_io(io: str) -> None:
 PIECE_BYTES = 64 << 20  # Bytes that are read and checked at once, by the threads of all drives
 
 
-def verify(store: Store, sealed: Iterable[ChecksummedExtent]) -> tuple[int, list[str]]:
+def verify(store: Store, sealed: Collection[ChecksummedExtent]) -> tuple[int, list[str]]:
     """Read all of ``sealed``; return the bytes read, and a sentence for each that is damaged or cannot be read."""
     read = 0
     damage = []
-    for entry in sealed:
+    for entry in advancing(sealed):
         read += entry.extent.nbytes
         try:
             check_extent(store, entry)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.activity import advancing
 from common.errors import UserError
 from common.memory.buffers import HostBuffer
 from common.models.checkpoint.export import CheckpointWriter
@@ -177,7 +178,7 @@ class StoreExporter:
         for visit in self._layout.visits(train=False):  # where embedding and head are tied, both use one record
             key = visit.record if visit.part is None else ("block", visit.layer)
             used_together.setdefault(key, set()).update(visit.records)
-        for indices in used_together.values():
+        for indices in advancing(used_together.values()):
             records = [self._layout.records[index] for index in sorted(indices)]
             if source is not None and not any(record.trainable or record.decoded_nbytes for record in records):
                 continue  # the checkpoint that training began with has it

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from common.activity import advancing
 from common.models.checkpoint.sources import WeightSource
 from fuyou.layout.cutting import row_spans
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -33,7 +34,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
         written()
         free[kind].append(buffer)
 
-    for record in plane.buffers.layout.records:
+    for record in advancing(plane.buffers.layout.records):
         kind = record.kind
         if not free[kind]:
             wait_for_oldest(kind)

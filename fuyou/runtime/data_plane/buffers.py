@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from common.activity import activity
 from common.memory import numa
 from common.memory.buffers import HostBuffer
 from common.memory.shortage import shortage_explained
+from common.units import format_bytes
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.absent_gradients import AbsenceMarks
@@ -92,16 +94,19 @@ class Buffers:
             for region in self.shared.regions():  # what a store is filled from
                 self.host.touch(region.offset, region.slot_bytes * min(2, region.count))
         self._closing = False
+        self._host_buffers = (self.host, *self._host_activations.values())
+        self._touched_bytes = 0
         self._touching = ThreadPoolExecutor(1, "touch")
         self._touched = self._touching.submit(self._touch)
 
     def _touch(self) -> None:
         with numa.prefer(numa.node_of(self.device.torch_device)):
-            for buffer in (self.host, *self._host_activations.values()):
+            for buffer in self._host_buffers:
                 for start in range(0, buffer.nbytes, _TOUCHED_BYTES):
                     if self._closing:
                         return
                     buffer.touch(start, _TOUCHED_BYTES)
+                    self._touched_bytes += min(_TOUCHED_BYTES, buffer.nbytes - start)
 
     def wait_until_touched(self) -> None:
         """Wait until the system has given all host memory, and page-lock it: before the first step.
@@ -111,7 +116,10 @@ class Buffers:
         Raises:
             FinetuneError: the system has no memory left.
         """
-        self._touched.result()
+        total = sum(buffer.nbytes for buffer in self._host_buffers)
+        with activity(f"taking {format_bytes(total)} of host memory") as doing:
+            doing.share = lambda: self._touched_bytes / total
+            self._touched.result()
         if self.device.page_locks:
             self.host.page_lock(self.shared.starts())
             for activation, buffer in self._host_activations.items():
@@ -165,8 +173,7 @@ class Buffers:
         try:
             self.device.synchronize()
         finally:  # a device that failed must not keep host memory registered
-            self.host.close()
-            for buffer in self._host_activations.values():
+            for buffer in self._host_buffers:
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
             for name in ("activations", "decoded", "key_gradients"):  # gone where an exception ended an earlier call
