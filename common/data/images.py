@@ -28,7 +28,7 @@ from transformers import ProcessorMixin
 
 from common.activity import Activity
 from common.data.batches import IGNORED, Batches, DataConfig, rounded_width
-from common.data.encode import Encoder, RowFitter, check_vocabulary
+from common.data.encode import Encoder, RowFitter, TokenizedAnswer, check_vocabulary
 from common.data.files import find_files
 from common.data.messages import Message
 from common.data.pack import draw_rows, tokenizer_identity
@@ -206,6 +206,7 @@ class ImageEncoder:
         self._config = config
         self.counts = counts
         self._encoder = Encoder(processor.tokenizer, counts, drop_unseen=config.drop_unseen, source=processor)
+        self._image_ids = {getattr(processor, "image_token_id", None), *getattr(processor, "image_token_ids", ())}
 
     def rows(self, record: DataRecord) -> Iterator[ImageRow]:
         """Return the rows of a record, one as a rule; see :meth:`Encoder.parts`.
@@ -218,9 +219,8 @@ class ImageEncoder:
             counts.empty.add(0, record.where)
             return
         chat, parts = self._encoder.parts(given)
-        image_id = getattr(self._processor, "image_token_id", None)  # of images, no embedding is read
-        for turn, part in zip(chat.answers or [0], parts, strict=False):
-            texts = (token for token in part.ids if token != image_id)
+        for turn, part in zip(chat.answers or [0], map(self._without_images, parts), strict=False):
+            texts = (token for token in part.ids if token not in self._image_ids)  # of images, no embedding is read
             check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, record.where)
             tokens = len(part.ids)
             messages = chat.messages if part.ends else chat.messages[: turn + 1]
@@ -244,6 +244,11 @@ class ImageEncoder:
             edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
             row = ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, record.where, chat.options, [])
             yield replace(row, digests=[_digest_of(file) for file in row.files])
+
+    def _without_images(self, part: TokenizedAnswer) -> TokenizedAnswer:
+        """Return a conversation without loss on an answer's images, whose tokens only keep room for embeddings."""
+        texts = [token not in self._image_ids for token in part.ids]
+        return part._replace(trained=[a and b for a, b in zip(part.trained, texts, strict=True)])
 
     def _chat(self, record: DataRecord) -> Chat | None:
         """Return the conversation of a record with its images; None if it is empty."""

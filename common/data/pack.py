@@ -27,7 +27,7 @@ from common.files import check_regular, file_when_complete
 from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 
-FORMAT_VERSION = 19  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = 20  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss

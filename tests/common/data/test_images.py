@@ -289,3 +289,19 @@ def test_turns_of_weight_0_are_not_trained_on(tmp_path: Path) -> None:
     record["messages"][1]["weight"] = 0
     batch = opened([write(tmp_path / "data.jsonl", record)], tmp_path).batch(0)
     assert make_processor().tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "no</s>\n"
+
+
+def test_images_of_an_answer_carry_no_loss(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", 0)
+    answer = [{"type": "text", "text": "Here: "}, {"type": "image", "path": "a.png"}, {"type": "text", "text": " done"}]
+    file = write(tmp_path / "chats.jsonl", chat("Draw a cat.", answer), chat("And a dog?", "No."))
+    batches = opened([file], tmp_path)
+    batch = batches.batch(0)
+    image = make_processor().tokenizer.image_token_id
+    assert (batch["input_ids"] == image).sum() == 4
+    assert not (batch["labels"] == image).any()
+    assert batches.trainable_tokens == (batch["labels"] != -100).sum()
+    (row,) = [row for row in range(2) if (batch["input_ids"][row] == image).any()]
+    ids = batch["input_ids"][row]
+    last = int((ids == image).nonzero().max())
+    assert (batch["labels"][row, last + 1 :] == ids[last + 1 :])[batch["attention_mask"][row, last + 1 :] == 1].all()
