@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import FinetuneError, UserError
-from common.files import copy_into, replace_file, sync, sync_tree
+from common.files import copy_into, read_text_file, replace_file, sync, sync_tree
 from common.models.checkpoint.shards import DTYPES, INDEX, SINGLE, to_disk
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.generation import FILE as GENERATION
@@ -122,6 +122,9 @@ TOKENIZER_FILES = (
     "spiece.model", "sentencepiece*.model", "*.tiktoken", *TEMPLATE_FILES,
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+
+# What transformers 4 reads where transformers 5 has rope_parameters.
+_OLDER_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
 class CheckpointWriter:
@@ -318,9 +321,27 @@ class CheckpointWriter:
             self.config.architectures = [type(self.model).__name__]
         with described("writing", self.folder / "config.json"):
             self.config.save_pretrained(self.folder)
+            self._keep_older_names(self.folder / "config.json")
         if self.model.can_generate():
             # Not save_pretrained: it refuses generation configs that the hub is full of.
             self.model.generation_config.to_json_file(self.folder / GENERATION)
+
+    def _keep_older_names(self, file: Path) -> None:
+        """Add what the source's configuration says of rotary embeddings in names of transformers 4, whose programs
+        would take their defaults without them; unless transformers 5 then reads something else."""
+        older = None if self._source is None else self._source.shards.directory / "config.json"
+        if older is None or not older.is_file():
+            return
+        text = file.read_text()
+        fields = json.loads(text)
+        source = json.loads(read_text_file(older))
+        for part, before in ((fields, source), (fields.get("text_config"), source.get("text_config"))):
+            if isinstance(part, dict) and isinstance(before, dict):
+                part |= {name: before[name] for name in _OLDER_ROPE if name in before and name not in part}
+        expected = type(self.config).from_pretrained(file.parent).to_dict()
+        replace_file(file, json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        if type(self.config).from_pretrained(file.parent).to_dict() != expected:
+            replace_file(file, text)
 
     def _move_into_place(self, weights: list[str]) -> None:
         # An older checkpoint's entry points go first, so that its index never points at new shards.

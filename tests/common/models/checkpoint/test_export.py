@@ -251,3 +251,23 @@ def test_persistent_buffers_are_written(tmp_path):
     writer.add(dict(real.named_parameters()))
     writer.finish()
     assert torch.equal(load_file(tmp_path / SINGLE)["model.norm.statistics"], torch.arange(3.0))
+
+
+def test_rotary_embeddings_keep_their_names_of_transformers_4(tmp_path):
+    """Its programs take 10,000 for a base that they do not find."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    base = saved(tmp_path / "base", family_config("llama", rope_parameters={"rope_theta": 5e5, **scaling}))
+    file = base / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["rope_parameters"]
+    older = {"rope_theta": 5e5, "rope_scaling": scaling}
+    file.write_text(json.dumps(fields | older))
+    config, _ = load_config(base)
+    meta = build_meta_model(config)
+    writer = CheckpointWriter(
+        tmp_path / "out", meta, config, torch.float32, 1 << 40, source=CheckpointSource(base, meta)
+    )
+    writer.finish()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: written[name] for name in older} == older
+    assert load_config(tmp_path / "out")[0].rope_parameters == config.rope_parameters == {"rope_theta": 5e5, **scaling}
