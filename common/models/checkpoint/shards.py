@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +114,7 @@ class StoredTensor:
 
 
 def rounding(checkpoint: Path | None, computes_in: str) -> str:
-    """Return a sentence for a plain fp16 checkpoint whose weights become bf16; empty for any other.
+    """Return a sentence for a plain fp16 or fp32 checkpoint whose weights become bf16; empty for any other.
 
     Args:
         checkpoint: its directory, if there is one.
@@ -121,9 +122,15 @@ def rounding(checkpoint: Path | None, computes_in: str) -> str:
     """
     if checkpoint is None or computes_in != "bf16":
         return ""
-    if all(stored.dtype != torch.float16 for stored in Shards(checkpoint).tensors.values()):
+    elements = Counter[torch.dtype]()
+    for stored in Shards(checkpoint).tensors.values():
+        elements[stored.dtype] += math.prod(stored.shape)
+    # Families keep routers and norms in fp32 next to weights in bf16.
+    wide = torch.float16 if torch.float16 in elements else max(elements, key=elements.__getitem__, default=None)
+    if wide not in (torch.float16, torch.float32):
         return ""
-    return "the checkpoint is in fp16; its weights are rounded to bf16 (--dtype fp32 keeps them)"
+    name = "fp16" if wide == torch.float16 else "fp32"
+    return f"the checkpoint is in {name}; its weights are rounded to bf16 (--dtype fp32 keeps them)"
 
 
 class Shards:
