@@ -125,10 +125,9 @@ def _adapted(model: Any, adapter: SavedAdapter) -> Any:
         adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter.directory))
     except RuntimeError as error:  # names all tensors of another shape
         raise UserError(f"--adapter {adapter.directory} is that of another model: {adapter.advice}") from error
-    expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    if missing := sorted(expected.keys() - adapter.files.keys()):
-        raise UserError(f"--adapter {adapter.directory} lacks {missing[0]}: copy it again, or train it again.")
-    known = expected.keys() | peft.get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
-    if more := sorted(adapter.files.keys() - known):
-        raise UserError(f"--adapter {adapter.directory} holds {more[0]}, which this model lacks: {adapter.advice}")
+    expected, known = (
+        peft.get_peft_model_state_dict(adapted, save_embedding_layers=with_embeddings)
+        for with_embeddings in (False, True)
+    )
+    adapter.check(*({name: value.shape for name, value in state.items()} for state in (expected, known)))
     return adapted

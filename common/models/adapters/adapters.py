@@ -226,7 +226,7 @@ class Adapters:
         # DoRA's magnitude is a norm of the adapted weight, and is made when that is read.
         (adapter,) = layer.lora_magnitude_vector
         ((_, weight),) = weights.read([self.base_names[f"{path}.base_layer.weight"]])
-        lora_a, lora_b = (factors[f"{kind}.{adapter}.weight"].to(self._dtype) for kind in ("lora_A", "lora_B"))
+        lora_a, lora_b = (value.to(self._dtype) for value in factors.values())  # dense layers' or embeddings'
         # As peft.tuners.lora.dora.DoraLinearLayer.update_layer, in the model's dtype.
         norm = layer.lora_magnitude_vector[adapter].get_weight_norm(
             weight.to(self._dtype), lora_b @ lora_a, layer.scaling[adapter]

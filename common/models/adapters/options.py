@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -306,4 +307,19 @@ class SavedAdapter:
                 there, here = (" x ".join(map(str, shape)) for shape in (stored.shape, known[name]))
                 problems.append(f"holds {name} of {there}, and of this model it is {here}")
         if problems:
+            self._refuse_other_names([name for name in self.files if name not in known], expected)
             raise UserError(f"--adapter {self.directory} {problems[0]}: {self.advice}")
+
+    def _refuse_other_names(self, unknown: Collection[str], expected: Collection[str]) -> None:
+        """Refuse names that differ from those expected in what is before the layers alone."""
+        names = {_in_layer(name): name for name in expected if name not in self.files}
+        if other := next((name for name in unknown if _in_layer(name) in names), None):
+            raise UserError(
+                f"--adapter {self.directory} holds {other}, which is {names[_in_layer(other)]} here: it was saved with "
+                "another version of transformers, or for the language model alone. Rename its tensors like this."
+            )
+
+
+def _in_layer(name: str) -> str:
+    """Return what a name has from the list of layers on; all of it if there is no number."""
+    return re.sub(r"^.*?(\w+\.\d+\.)", r"\1", name)

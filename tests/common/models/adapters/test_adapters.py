@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PhiConfig
 
@@ -47,6 +48,8 @@ def adapted(
     ("llama", BF16, lambda: LoraConfig(r=4, init_lora_weights="orthogonal", **EVERY)),
     ("gpt2", BF16, lambda: LoraConfig(r=4, init_lora_weights=False, lora_bias=True, **EVERY)),
     ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
+    ("llama", BF16, lambda: LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "embed_tokens"])),
+    ("gemma3", FP32, lambda: LoraConfig(r=4, use_dora=True, target_modules=["embed_tokens"])),  # scaled and tied
     ("qwen3-moe", BF16, AdapterOptions(4, targets=("all-linear",)).peft_config),  # experts are parameters, not layers
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -240,6 +243,24 @@ def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> Non
     (tmp_path / CONFIG).write_text(text.replace('"q_proj"', '"v_proj"'))
     with pytest.raises(UserError, match=r"lacks base_model.*v_proj.lora_A.weight, which adapters of this model have"):
         begun("llama")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_saved_adapter_of_other_names(checkpoints: Path, tmp_path: Path) -> None:
+    """As of vision-language models before transformers 4.52, and of their language models alone."""
+    config = AdapterOptions(4, targets=("q_proj",)).peft_config()
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama")
+    get_peft_model(model, config).save_pretrained(tmp_path)
+    values = {name.replace(".layers.", ".old.layers."): value for name, value in load_file(tmp_path / WEIGHTS).items()}
+    save_file(values, tmp_path / WEIGHTS, {"format": "pt"})
+    saved = SavedAdapter(tmp_path)
+    meta = build_meta_model(load_config(checkpoints / "llama")[0])
+    expected = (
+        r"holds base_model.model.model.old.layers.0.self_attn.q_proj.lora_A.weight, which is base_model.model.model."
+        r"layers.0.self_attn.q_proj.lora_A.weight here: .* Rename its tensors like this"
+    )
+    with pytest.raises(UserError, match=expected):
+        Adapters(meta, saved.config(), 0, saved=saved)
 
 
 @pytest.mark.parametrize(("name", "message"), [
