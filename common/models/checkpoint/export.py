@@ -389,6 +389,13 @@ def write_template(folder: Path, template: str | Mapping[str, str]) -> None:
         file = folder / CHAT_TEMPLATE if name == "default" else folder / OTHER_TEMPLATES / f"{name}.jinja"
         file.parent.mkdir(exist_ok=True)
         replace_file(file, text)
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(read_text_file(config)) if config.is_file() else {}
+    if "chat_template" in fields:  # which llama.cpp's converter takes before the files above
+        value: Any = template
+        if isinstance(template, Mapping):
+            value = [{"name": name, "template": text} for name, text in template.items()]
+        replace_file(config, json.dumps(fields | {"chat_template": value}, indent=2, ensure_ascii=False) + "\n")
 
 
 def tokenizer_files(source: Path) -> list[Path]:

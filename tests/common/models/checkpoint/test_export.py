@@ -8,10 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
 from common.models.checkpoint.export import (
+    CHAT_TEMPLATE,
     STAGING_FOLDER,
     CheckpointWriter,
     NonFiniteWeights,
     copy_tokenizer_files,
+    write_template,
 )
 from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.sources import CheckpointSource
@@ -271,3 +273,19 @@ def test_rotary_embeddings_keep_their_names_of_transformers_4(tmp_path):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: written[name] for name in older} == older
     assert load_config(tmp_path / "out")[0].rope_parameters == config.rope_parameters == {"rope_theta": 5e5, **scaling}
+
+
+@pytest.mark.parametrize("template", ["new", {"default": "new", "tool_use": "with tools"}])
+def test_a_template_replaces_that_in_the_tokenizer_s_configuration(template, tmp_path):
+    """llama.cpp's converter takes that one first."""
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"eos_token": "é", "chat_template": "old"}))
+    write_template(tmp_path, template)
+    fields = json.loads(file.read_text())
+    named = (
+        [{"name": name, "template": text} for name, text in template.items()] if isinstance(template, dict) else "new"
+    )
+    assert fields == {"eos_token": "é", "chat_template": named}
+    assert (tmp_path / CHAT_TEMPLATE).read_text() == "new"
+    gguf = pytest.importorskip("gguf")
+    assert gguf.SpecialVocab(tmp_path).chat_template == named
