@@ -42,7 +42,7 @@ from fuyou.optimizer.nonfinite import check_finite
 from fuyou.pieces.run import random_states, set_random_states
 
 _BASE = "weights to begin with"  # Key of the identity of the checkpoint's weights in what a commit says of the run
-_SHARD_BYTES = 2_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds one.
+_SHARD_BYTES = 1_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds two.
 
 
 @dataclass(frozen=True)
