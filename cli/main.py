@@ -69,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interrupts) -> Outcome:
     """Run a command line, as one of several ranks or alone, to its exit status and message."""
     debug = "--debug" in arguments
+    trains = True
 
     def run(command: str, **options: Any) -> int:
-        nonlocal debug
+        nonlocal debug, trains
+        trains = command == "train"
         debug = options["debug"]  # a file may set it, too
         return _run(interrupts, rank, tuple(arguments), command)
 
@@ -93,7 +95,7 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
     except Stopped as stopped:
         return Outcome(interrupts.status(stopped), with_notes(str(stopped), stopped))
     except (KeyboardInterrupt, click.Abort) as error:
-        return Outcome(interrupts.status(), with_notes("stopped before training began.", error))
+        return Outcome(interrupts.status(), with_notes(f"stopped{' before training began' if trains else ''}.", error))
     except FinetuneError as error:
         if debug:
             traceback.print_exc()
@@ -318,6 +320,15 @@ def _put_back(output: Path) -> None:
             recover(output)
 
 
+def _refuse_set_aside(path: Path) -> None:
+    """Refuse to read a result, or a checkpoint that is not in its place, of an output whose files are set aside."""
+    for output in [path] if path.exists() else list(path.absolute().parents)[:2]:
+        if (output / REPLACED).exists():
+            from cli.job.replaced import check_put_back
+
+            check_put_back(output)
+
+
 def _run_on_nodes(settings: Settings, rank: RankProcess | None, trains: bool) -> None:
     """Launch the ranks of this node, or be one of them."""
     if settings.show_data is not None:
@@ -433,6 +444,8 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
                 f"`{shlex.quote(sys.executable)} -m pip install {tracker}`, or leave {tracker} out: metrics.jsonl is "
                 "always written."
             )
+    for word in filter(None, (settings.model, settings.adapter)):
+        _refuse_set_aside(Path(word).expanduser())
     if settings.model:
         try:
             with naming("--model"):

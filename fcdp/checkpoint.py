@@ -148,6 +148,8 @@ class Commit:
     def read_part(self, part: _Part) -> np.ndarray:
         """Return the bytes of a part; a StoreError if they do not have its checksum."""
         path = self.folder / part.file
+        if not path.exists():
+            raise StoreError(f"{path} is gone. {_REMEDY}")
         nbytes = part.nbytes
         data = np.zeros(part.nbytes, np.uint8)
         done = 0
@@ -284,7 +286,12 @@ class ShardedCheckpoints:
 
     def _steps(self) -> list[int]:
         names = {path: re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*")}
-        return [int(match[1]) for path, match in names.items() if match and (path / MANIFEST).exists()]
+        # Without its manifest, a commit is damaged: reading it says so.
+        return [
+            int(match[1])
+            for path, match in names.items()
+            if match and ((path / MANIFEST).exists() or any(path.glob("rank-*.safetensors")))
+        ]
 
     def _settled(self) -> int | None:
         """Return the newest step. Where a killed run has left more commits, read all of that one before others go."""

@@ -17,14 +17,13 @@ from peft import PeftConfig
 
 from cli.job.machine import device_name, directories_at_hand, job_at_hand
 from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
-from cli.job.replaced import is_to_be_put_back
+from cli.job.replaced import check_put_back
 from cli.job.resumed import faults_of_losses, faults_of_references, faults_of_store
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
     DESCRIPTION,
     METRICS,
-    REPLACED,
     RUN,
     STORE,
     RunRecord,
@@ -37,7 +36,7 @@ from cli.report.log import versions
 from cli.report.progress import BOLD, RED, painted
 from common.activity import activity
 from common.errors import FinetuneError, UserError, as_message, on_one_line
-from common.files import cache_directory, distinct_paths
+from common.files import cache_directory, distinct_paths, read_text_file
 from common.hardware.directory_drive import Drive, drive_of
 from common.hardware.machine import (
     cpu_count,
@@ -245,11 +244,7 @@ def run_verify(folders: Sequence[str]) -> int:
     outputs = distinct_paths(Path(folder).expanduser() for folder in folders)
     for folder in outputs:
         _check_is_outer(folder)
-        if is_to_be_put_back(folder):
-            raise UserError(
-                f"A run that was to replace what is in {folder} is at work, or was killed: what it has set aside is in "
-                f"{folder / REPLACED}. The next finetune train or export with --output {folder} puts it back."
-            )
+        check_put_back(folder)
     records = {folder: record for folder in outputs if (record := RunRecord.read(folder)) is not None}
     elsewhere = {folder: _stores_elsewhere(folder, record) for folder, record in records.items()}
     there = [Path(store.path) for stores in elsewhere.values() for store in stores if store.is_there()]
@@ -278,8 +273,11 @@ def run_verify(folders: Sequence[str]) -> int:
         what = f"step {run.step:,}, {run.records:,} parts of records, {format_bytes(run.nbytes)}"
         report(", ".join(map(str, run.directories)), what, run.damage)
     for folder in lists:
-        lost = ", ".join(store.path for store in elsewhere.get(folder, ()) if not store.is_there())
-        if lost and records[folder].ended_after is None:
+        gone = [store for store in elsewhere.get(folder, ()) if not store.is_there()]
+        lost = ", ".join(store.path for store in gone)
+        if faults := [store.fault for store in gone if store.fault]:
+            report(lost, "of the run", faults)
+        elif lost and (records[folder].ended_after is None or len(gone) < len(records[folder].places)):
             report(lost, "of the run", [f"The store of the run in {folder} is not in {lost}: mount its drive."])
         elif lost:
             print(f"verify   {lost}: not there, which a finished run can do without", flush=True)
@@ -320,8 +318,8 @@ def _faults(files: Outputs) -> list[str]:
         return [
             *description,
             f"{output / RUN / FILES} is missing or damaged, or of another run, so nothing of what the run "
-            f"has written can be checked: move its result elsewhere, then finetune export --output {output} writes it "
-            "again.",
+            "has written can be checked: move its result elsewhere, then finetune export --output "
+            f"{shlex.quote(str(output))} writes it again.",
         ]
     record = RunRecord.read(output)
     saves = _saves(output)
@@ -362,5 +360,5 @@ def _description_faults(output: Path) -> Iterator[str]:
 def _saves(output: Path) -> bool:
     """Return whether a run writes a result, as far as its options are known."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return not tomllib.loads((output / RUN / CONFIG).read_text())["output"]["no-save"]
+        return not tomllib.loads(read_text_file(output / RUN / CONFIG))["output"]["no-save"]
     return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from cli.job.outputs import Outputs
 from cli.job.replaced import (
     are_stores_as_they_were,
+    check_journal,
     has_journal,
     is_to_be_put_back,
     put_back,
@@ -60,7 +61,12 @@ def claim(settings: Settings, launch: str = "") -> Iterator[Outputs]:
 
 
 def recover(directory: Path) -> None:
-    """Put back what a killed run has set aside, if it has changed nothing else, and no run is at work."""
+    """Put back what a killed run has set aside, if it has changed nothing else, and no run is at work.
+
+    Raises:
+        UserError: what was set aside is not known any more.
+    """
+    check_journal(directory)
     with contextlib.suppress(UserError), DirectoryLock([directory], patience=0):
         _put_back(directory)
 

@@ -26,6 +26,7 @@ from cli.options.run_record import (
     REPLACED,
     RUN,
     STORE,
+    TRACKERS,
     read_description,
     read_json,
 )
@@ -174,7 +175,7 @@ class Outputs:
         if name != RESULT:
             return ""
         if self._is_of_run:
-            return f"To write the result again: finetune export --output {self.directory}."
+            return f"To write the result again: finetune export --output {shlex.quote(str(self.directory))}."
         if not (self._files or self.command):
             return ""  # nor does anything tell that a merge was to be written
         words = self.command or ["finetune", "export", "--model", "BASE", "--adapter", "ADAPTER", "--output"]
@@ -273,7 +274,8 @@ class Outputs:
         return [file for file in self._files if file.startswith(f"{name}/")]
 
     def _logs(self) -> list[str]:
-        return [name for name in _LOGS if (self.directory / name).exists()]
+        trackers = map(self._name, _files_of(self.directory / RUN / TRACKERS))
+        return [*trackers, *(name for name in _LOGS if (self.directory / name).exists())]
 
     def _is_intact(self, file: str, by_content: bool = False) -> bool:
         """Return whether a file is there as it was listed; in a copy, which has another time, by its content."""

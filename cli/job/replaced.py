@@ -37,6 +37,31 @@ def is_to_be_put_back(directory: Path) -> bool:
     return has_journal(directory) and not _read(directory).get(_IS_OVER)
 
 
+def check_put_back(directory: Path) -> None:
+    """Refuse to read an output directory whose files are set aside.
+
+    Raises:
+        UserError: says where they are, and what puts them back.
+    """
+    check_journal(directory)
+    if is_to_be_put_back(directory):
+        again = f"--output {shlex.quote(str(directory))}"
+        raise UserError(
+            f"A run that was to replace what is in {directory} is at work, or was killed: what it has set aside is in "
+            f"{directory / REPLACED}. The next finetune train or export with {again} puts it back."
+        )
+
+
+def check_journal(directory: Path) -> None:
+    """Refuse a directory in which nothing tells any more what was set aside."""
+    if has_journal(directory) and not _read(directory):
+        folder = directory / REPLACED
+        raise UserError(
+            f"{folder / JOURNAL} is damaged, which lists what a killed run has set aside in {folder}: move these files "
+            f"back into {directory}, or elsewhere, and remove {folder}."
+        )
+
+
 def was_set_aside_by(directory: Path, id: str) -> bool:
     """Return whether the run with this id has set aside what there is."""
     return _read(directory).get("by") == id
@@ -71,9 +96,10 @@ def set_aside(directory: Path, files: Sequence[str], by: str, stores: Iterable[P
             journal = {"by": by, "stores": names, "states": states, "files": [], _PLACES: []}
         journal["files"] = list(dict.fromkeys([*journal["files"], *files]))
         record = RunRecord.read(directory)
-        is_ours = read_description(directory).get(OUTPUT) == str(directory.resolve())  # else this is a copy of another
+        origin = read_description(directory).get(OUTPUT)
+        is_ours = origin == str(directory.resolve())  # else this is a copy of another
         for store in () if record is None else record.places:
-            journal[_PLACES].append({**asdict(store), _IS_OURS: is_ours})
+            journal[_PLACES].append({**asdict(store), _IS_OURS: is_ours, OUTPUT: origin})
         make_directory(folder)
         _write(directory, journal)
         *others, last = files  # the list of the earlier run: while it is there, so is what says whose the others are
@@ -125,6 +151,11 @@ def _remove_stores(journal: dict[str, Any]) -> None:
         if not StorePlace(content["path"], content["store"], content["index"]).is_there():
             continue
         why = "which was begun in another output"
+        origin = Path(content.get(OUTPUT) or path)
+        record = None if content[_IS_OURS] else RunRecord.read(origin)
+        if record is not None and any(place.store == content["store"] for place in record.places):
+            print(f"kept     {path}: the store of the run in {origin}, of which this output was a copy", flush=True)
+            continue
         if content[_IS_OURS]:
             try:
                 _remove_store(path)

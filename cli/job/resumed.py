@@ -210,8 +210,9 @@ def decided(settings: Settings, checks: bool = True) -> Settings:
     if checks and settings.show_data is None:
         if settings.resume == "auto" and earlier.is_finished(settings):
             print(f"finished after step {earlier.ended_after:,}: {settings.output_directory}", flush=True)
+            outputs = Outputs.read(earlier.output)
             other, gaps = faults_of_losses(earlier.output)
-            for sentence in (*Outputs.read(earlier.output).damaged_folders(), *other):
+            for sentence in (*outputs.damaged_folders(), *outputs.strays(saves=settings.save), *other):
                 print(f"damaged  {sentence.removesuffix('.')}", flush=True)
             for sentence in gaps:
                 print(f"gap      {sentence.removesuffix('.')}", flush=True)
@@ -303,7 +304,8 @@ class EarlierRun:
 
     def is_finished(self, settings: Settings) -> bool:
         """Return whether it was done, its result is there as it was written, and no changed option asks for more."""
-        has_result = not settings.save or Outputs.read(self.output).is_whole(RESULT)
+        outputs = Outputs.read(self.output)
+        has_result = not settings.save or (outputs.is_whole(RESULT) and not outputs.shadows(RESULT))
         # The files in the output may be older than the commits, or newer. A store may be deleted when a run is done.
         is_last = (self.commit or {}).get("step", self.ended_after) == self.ended_after
         return self.ended_after is not None and has_result and is_last and not settings.changes
@@ -317,6 +319,9 @@ class EarlierRun:
         record = self.record
         continues = settings.resume is True
         is_on_nodes = settings.nodes is not None and bool(settings.ssd)
+        if settings.resume and record is not None:
+            for fault in filter(None, (place.fault for place in record.places)):
+                raise UserError(fault)
         if self.commit is not None:
             if not settings.resume and record is not None and record.ended_after is None:
                 raise UserError(
@@ -404,11 +409,13 @@ class EarlierRun:
     def _is_of_another_run(self, record: RunRecord) -> bool:
         """Return whether the stores that are there are neither those of the run in the output, nor their successors."""
         known = {place.store for place in record.places}
-        visible = {place.store for place in store_places(self.stores)}
+        visible = {place.store for place in store_places(self.stores)} - {""}  # commits of earlier versions have none
         return bool(known and visible) and not known & (visible | replaced_stores(self.stores))
 
     def waits_for_commit(self, record: RunRecord) -> bool:
         """Return whether it trained in memory, and was killed before its first commit: nothing is lost."""
+        if record.ended_after is not None:
+            return False
         return self.in_memory and bool(record.places) and all(place.is_there() for place in record.places)
 
     def _nothing_to_continue(self) -> str:
@@ -488,7 +495,8 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
     if run.step_count > job.steps:
         raise UserError(
             f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}. Give --steps "
-            f"{run.step_count} or more; for the result as it is, finetune export --output {job.output}."
+            f"{run.step_count} or more; for the result as it is, finetune export --output "
+            f"{shlex.quote(str(job.output))}."
         )
     if is_extended:
         run.user_state["run"] = now

@@ -11,6 +11,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.files import check_regular
+
 LOSSES = "losses"  # Key in the user state of a commit, and in the description of a run that is done
 # Names of a step's loss in lines of either file
 _LOSS = "loss"
@@ -94,6 +96,7 @@ def _lines(file: Path) -> dict[int, list[Any]]:
 def _parsed(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file that can be read."""
     with contextlib.suppress(OSError):
+        check_regular(file)
         for text in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 yield dict(json.loads(text))

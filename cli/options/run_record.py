@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError
-from common.files import make_directory, replace_file
-from common.store.directories import Identity
+from common.files import make_directory, read_text_file, replace_file
+from common.store.directories import IDENTITY_FILE, Identity
 from common.store.errors import described
 from common.store.folders import run_places
-from common.store.manifest import load_manifest
+from common.store.manifest import MANIFEST_FILE, load_manifest
 
 STORE = "store"
 COMMITS = "commits"
@@ -24,8 +24,9 @@ RUN = "run"
 DESCRIPTION = "run.json"
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
-"""Folder inside the output directory that describes the run, and files in it: one names the run's store, one has all
-options, one has a line for every step."""
+TRACKERS = "trackers"
+"""Folder inside the output directory that describes the run, and what is in it: a file that names the run's store, one
+with all options, one with a line for every step, and a folder for what trackers write on this machine."""
 
 REPLACED = ".replaced"  # Folder inside the output directory for files of an earlier run, until a new one has a commit
 
@@ -55,6 +56,21 @@ class StorePlace:
             identity = Identity.read(path)
             return identity is not None and (identity.store, identity.index) == (self.store, self.index)
         return False
+
+    @property
+    def fault(self) -> str:
+        """A sentence if the file that says which run's store it is has gone, and others have not; else empty."""
+        path = Path(self.path)
+        name = IDENTITY_FILE
+        commit = MANIFEST_FILE
+        if path.name == COMMITS:
+            from fcdp.checkpoint import IDENTITY  # which takes long to import
+
+            name = IDENTITY
+            commit = "step-*"
+        if (path / name).exists() or not any(path.glob(commit)):
+            return ""
+        return f"{path / name} is missing, which says which run's store is in {path}: copy it back."
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ def read_description(output: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; empty if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(read_text_file(file)))
     return {}
 
 
@@ -168,6 +184,8 @@ def newest_in_memory(directory: Path) -> dict[str, Any] | None:
 def _last_step(metrics: Path) -> int:
     """Return the newest step in a file of metrics; 0 if there is none."""
     last = 0
+    if not metrics.is_file():  # opening a pipe would wait
+        return last
     with contextlib.suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():

@@ -265,6 +265,8 @@ class Settings(AllOptions):
     @property
     def how_to_continue(self) -> str:
         """The command that continues this run, as a sentence."""
+        if self.export:
+            return "Enter the command again."
         words = [
             word
             for before, word in pairwise(("", *self.arguments))

@@ -121,7 +121,7 @@ class History:
     """
 
     def __init__(self, path: Path, committed: int) -> None:
-        lines = path.read_text(errors="replace").splitlines() if committed and path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if committed and path.is_file() else []
         newest = {(_step(line), EVALUATION in line): line for line in lines if _step(line) <= committed}
         self._path = path
         self.say: Callable[[str], object] = print

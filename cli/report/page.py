@@ -78,7 +78,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     Of each step, there is its newest line and that of its newest evaluation.
     """
     entries: dict[tuple[int, bool], dict[str, Any]] = {}
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
         try:
             entry = dict(json.loads(line))
         except (ValueError, TypeError, RecursionError):

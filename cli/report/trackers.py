@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cli.job.job import Job
-from cli.options.run_record import RUN
+from cli.options.run_record import RUN, TRACKERS
 from cli.options.settings import Settings
 from common.errors import UserError, on_one_line
 from common.files import make_directory
 from common.options import option_fields
-
-FOLDER = "trackers"  # In the run's folder: what trackers write on this machine
 
 
 class Trackers:
@@ -23,7 +21,7 @@ class Trackers:
     def __init__(self, job: Job) -> None:
         self.say: Callable[[str], object] = print
         id = job.outputs.id
-        folder = job.output / RUN / FOLDER
+        folder = job.output / RUN / TRACKERS
         name = f"{job.output.name}-{id[:8]}"  # not that of the run that this one may have replaced
         self._open: dict[str, Any] = {}
         for tracker in dict.fromkeys(job.settings.log_to):

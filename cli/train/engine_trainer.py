@@ -229,11 +229,10 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
             train(job, EngineTrainer(job, engine), interrupts)
             interrupts.finish()
         except KeyboardInterrupt:
-            step = engine.step_count + 1
-            with activity(f"stopping in step {step}: what is committed stays"):
+            with activity(f"stopping {interrupts.where}: what is committed stays"):
                 engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped in step {step}; {committed}. {job.settings.how_to_continue}") from None
+            raise Stopped(f"stopped {interrupts.where}; {committed}. {job.settings.how_to_continue}") from None
         except UserError:
             raise
         except Exception as error:

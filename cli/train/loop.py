@@ -16,7 +16,7 @@ from cli.job.job import Job, TrainedModel
 from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
 from cli.job.resumed import check_files
 from cli.options.loss_sum import LossSum, edited_lines
-from cli.options.run_record import METRICS, RUN
+from cli.options.run_record import METRICS, RUN, read_json
 from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
@@ -184,6 +184,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
     process.enter("after the last step")
     is_saved = job.settings.save and not after.time_is_up
     if is_saved:
+        process.enter("while the result was written")
         _export(job, trainer, process.is_rank0)
     if not process.is_rank0:
         return
@@ -195,6 +196,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             print(line, flush=True)
     if summary.steps:
         print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
+        if not is_saved and job.outputs.has_result:
+            command = shlex.join(["finetune", "export", "--output", str(job.output)])
+            print(f"kept     the result of an earlier step in {job.output}: {command} writes that of this one")
     elif not job.settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
@@ -265,8 +269,8 @@ class AfterStep:
 
     def _step_of_best(self) -> int:
         """Return the step of the checkpoint that is there as the best one; 0 if there is none."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            return int(json.loads((self._job.output / CHECKPOINTS / BEST / EVALUATION).read_text())["step"])
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(read_json(self._job.output / CHECKPOINTS / BEST / EVALUATION)["step"])
         return 0
 
     def _name_damage(self) -> None:
@@ -416,7 +420,7 @@ class AfterStep:
         name = f"{CHECKPOINTS}/{BEST}"
         evaluation = {"step": step, "loss": self._losses[step]}
         file = self._job.output / name / EVALUATION
-        return self._checkpoint(name, lambda: json.loads(file.read_text()) == evaluation, evaluation)
+        return self._checkpoint(name, lambda: read_json(file) == evaluation, evaluation)
 
     def _save(self, step: int) -> bool:
         every = self._job.settings.save_every

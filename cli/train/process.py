@@ -63,6 +63,7 @@ class Interrupts:
         self._ends_process = ends_process
         self._is_done = False
         self.how_to_continue = ""  # Sentence to print if the deadline passes
+        self.where = "before the first step"  # How far the run has come, for messages
         self._received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None
@@ -71,6 +72,7 @@ class Interrupts:
         """Raise KeyboardInterrupt if a signal came; the loop calls this at each stage of a run."""
         if self._received is not None:
             raise KeyboardInterrupt
+        self.where = where
 
     def agree(self, wish: bool) -> bool:
         """Return the wish: no other rank has one."""

@@ -15,7 +15,9 @@ class StoreError(FinetuneError):
 
 def describe_os_error(doing: str, path: Path, error: OSError) -> StoreError:
     """Return the ``StoreError`` for an ``error`` while ``doing`` (``"writing 4 MiB at offset 8192"``) to ``path``."""
-    what = f"{doing} of {path.name} in {path.parent} failed: {(error.strerror or str(error)).removesuffix('.')}."
+    inner = Path(os.fsdecode(error.filename2 or error.filename or path))
+    at = f" at {inner}" if path in inner.parents else ""  # a file in the directory
+    what = f"{doing} of {path.name} in {path.parent} failed{at}: {(error.strerror or str(error)).removesuffix('.')}."
     return StoreError(f"{what} {advice_on(error)}".rstrip())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import FinetuneError
-from common.files import replace_file
+from common.files import check_regular, replace_file
 from common.store.errors import StoreError, describe_os_error, described, opened
 
 
@@ -28,6 +28,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 def read_sealed(path: Path) -> dict[str, Any] | None:
     """Return the content of ``path``, or None if there is no such file; a damaged one is a StoreError."""
     try:
+        check_regular(path)
         text = path.read_bytes()
     except FileNotFoundError:
         return None

@@ -354,6 +354,17 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     return sealed
 
 
+def state_of(store: Store, content: dict[str, Any]) -> TrainingState:
+    """Return the state that a manifest's ``content`` describes; a FinetuneError if it is another store's."""
+    state = TrainingState.from_dict(content)
+    if state.store != store.id:
+        raise FinetuneError(
+            f"The manifest in {store.directories[0]} belongs to another store: copy back what was there, all files of "
+            "one time."
+        )
+    return state
+
+
 def check_state(store: Store, content: dict[str, Any] | None, expected: TrainingState) -> TrainingState:
     """Return the state that a manifest's ``content`` describes, if it can be continued as ``expected``.
 
@@ -367,9 +378,7 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
             f"The run in {directory} ended before its weights were written, or has moved: name the drives that it has "
             "moved to with --ssd, or begin it again with --overwrite."
         )
-    state = TrainingState.from_dict(content)
-    if state.store != store.id:
-        raise FinetuneError(f"The manifest in {directory} belongs to another store.")
+    state = state_of(store, content)
     moment_dtypes = {name: str(Precision(torch.float32, name).moment_dtype) for name in (ADAMW, ADAMW_8BIT)}
     if moment_dtypes.get(state.optimizer) != state.optimizer_dtype:
         raise UserError(
@@ -380,7 +389,7 @@ def check_state(store: Store, content: dict[str, Any] | None, expected: Training
         # The model's fingerprint comes last: dtypes are a part of it.
         ("dtype", "--dtype"),
         ("optimizer", "--optimizer"),
-        ("model", "--model"),
+        ("model", "--model, --frozen-dtype, or other adapters"),
     ):
         if getattr(state, field_name) != getattr(expected, field_name):
             raise UserError(

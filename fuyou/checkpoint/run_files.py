@@ -21,9 +21,9 @@ from common.store.folders import (
     remove_successors,
     successor_folder,
 )
-from common.store.manifest import sync_directory
+from common.store.manifest import MANIFEST_FILE, sync_directory
 from common.store.store import verify
-from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records
+from fuyou.checkpoint.commits import CLUSTER, TrainingState, sealed_records, state_of
 from fuyou.runtime.ranks import Agreement
 
 
@@ -132,11 +132,11 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
         content = load_manifest(store.directories[0])
         if content is None:
             raise UserError(
-                f"The run in {store.directories[0]} ended before its weights were written, so there is nothing to "
-                "verify: enter its command again, with --resume auto."
+                f"{store.directories[0] / MANIFEST_FILE} is missing: the run ended before its weights were written "
+                "(enter its command again, with --resume auto), or that file was lost since (copy it back)."
             )
         content.pop(CLUSTER, None)  # each rank's records are verified alone
-        state = TrainingState.from_dict(content)
+        state = state_of(store, content)
         sealed = sealed_records(store, state)
         nbytes, damage = verify(store, sealed)
         return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)

@@ -223,7 +223,8 @@ def describe_conflict(share: Share, scans: Sequence[DriveScan], problems: Sequen
     for rank, (scan, problem) in enumerate(zip(scans, problems, strict=True)):
         shard = max(scan.shards, key=lambda shard: shard.location, default=None)
         if shard is not None and not problem:
-            problem = f"holds the part of rank {shard.rank} of run {shard.run[:8]}."
+            where = "" if shard.location > SIBLING else "nothing in its own folder, and next to that "
+            problem = f"holds {where}the part of rank {shard.rank} of run {shard.run[:8]}."
         described.append(f"{rank_name(share, rank, scan.host)}: {problem}")
     if all(problems):
         return f"There is nothing to continue. {' '.join(described)}"
