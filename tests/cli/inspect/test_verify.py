@@ -1,5 +1,6 @@
 """``finetune --verify``: a run as it was written, and one with a flipped bit."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,9 +14,12 @@ import pytest
 from cli.inspect.check import run_verify
 from cli.job.outputs import RESULT, Outputs
 from cli.job.replaced import set_aside
-from cli.options.run_record import RUN, described_stores, note_end
-from common.errors import UserError
-from common.store.directories import DirectoryLock
+from cli.options.loss_sum import edited_lines
+from cli.options.run_record import RUN, RunRecord, described_stores, note_end
+from cli.report.page import read_metrics
+from common.errors import FinetuneError, UserError
+from common.store import Layout, commit_manifest
+from common.store.directories import DirectoryLock, create_directories
 from common.store.folders import successor_folder
 from tests.cli.conftest import Finetune
 
@@ -213,3 +217,71 @@ def test_the_last_step_and_the_store_belong_to_the_run(finetune: Finetune, check
     shutil.copytree(tmp_path / "other/store", tmp_path / "out/store")
     another = finetune("verify", tmp_path / "out")
     assert another.status == 1 and f"The store in {tmp_path / 'out'} is that of another run" in another.err
+
+
+@pytest.mark.parametrize(("lost", "message"), [
+    (("store.json",), "store.json is missing, which says which run's store is in"),
+    (("manifest.json",), "or that file was lost since (copy it back)"),
+    ((), "belongs to another store: copy back what was there"),
+])  # fmt: skip
+def test_a_store_that_lost_a_file_is_named(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, lost: tuple[str, ...], message: str
+) -> None:
+    """Or has all but its identity from another run."""
+    output, other = tmp_path / "out", tmp_path / "other"
+    line = ("--model", checkpoint, *SMALL, "--output")
+    assert finetune(*line, output).status == 0 and (lost or finetune(*line, other, "--seed", 1).status == 0)
+    for name in lost:
+        (output / "store" / name).unlink()
+    for name in () if lost else ("manifest.json", "weights.0", "weights.1"):
+        shutil.copy(other / "store" / name, output / "store")
+    verified = finetune("verify", output)
+    assert verified.status and message in verified.err, verified.err
+    resumed = finetune(*line, output, "--resume", "--steps", 3)
+    assert resumed.status and (message in resumed.err or lost == ("manifest.json",)), resumed.err
+    assert "begin a new run" not in resumed.err
+
+
+def test_one_rank_of_a_finished_run_is_gone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of a store may be deleted then, but not a part of it."""
+    description = json.loads((finished / RUN / "run.json").read_text())
+    drive = finished.with_name("drive")
+    drive.mkdir()
+    create_directories([drive], Layout(1), overwrite=False)
+    commit_manifest(drive, {"step": 3, "user": {}})
+    (there,) = described_stores([drive])["stores"]
+    gone = {**there, "path": str(drive.with_name("gone")), "store": "x"}
+    (finished / RUN / "run.json").write_text(json.dumps({**description, "stores": [there, gone]}))
+    with contextlib.suppress(FinetuneError):  # the part that is there has no weights
+        assert run_verify([str(finished)]) == 1
+        assert f"is not in {gone['path']}: mount its drive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run.json", "files.json", "metrics.jsonl", "config.toml"])
+def test_pipes_are_not_read(finished: Path, name: str) -> None:
+    file = finished / RUN / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with contextlib.suppress(FinetuneError):
+        run_verify([str(finished)])
+    assert RunRecord.read(finished) is None or name != "run.json"
+    assert list(edited_lines(file)) == read_metrics(file) == []
+
+
+def test_commands_in_messages_are_quoted(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = finished.rename(finished.with_name("my run"))
+    (output / "config.json").write_text("[]")
+    assert run_verify([str(output)]) == 1
+    assert f"finetune export --output '{output}'." in capsys.readouterr().err
+
+
+def test_a_damaged_journal_puts_nothing_back(finetune: Finetune, finished: Path) -> None:
+    """Nor does a command continue next to what it set aside."""
+    set_aside(finished, [f"{RUN}/run.json", f"{RUN}/files.json"], "new", [])
+    merged = finetune("evaluate", "--model", finished, "--data", "d.jsonl")
+    lost = finetune("evaluate", "--model", finished / "checkpoints/step-9", "--data", "d.jsonl")
+    assert all("The next finetune train or export" in each.err for each in (merged, lost)), lost.err
+    (finished / ".replaced/journal.json").write_text("{")
+    for words in (("verify", finished), ("--output", finished, "--resume"), ("chat", "--model", finished)):
+        refused = finetune(*words)
+        assert refused.status == 2 and "journal.json is damaged, which lists what a killed run" in refused.err, words

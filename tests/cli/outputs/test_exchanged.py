@@ -195,3 +195,27 @@ def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     for damaged in (content[:-9], content[:200] + b"!" + content[201:], b""):
         file.write_bytes(damaged)
         assert faults_of_references(tmp_path)[0].startswith(f"{file} is damaged")
+
+
+def test_a_result_that_is_not_listed_is_not_that_of_a_finished_run(
+    finetune: Finetune, begun: Begun, tmp_path: Path
+) -> None:
+    """Nor are files that an older copy of the list does not have passed over."""
+    output, line = tmp_path / "out", begun(finetune, tmp_path / "out", 1e-3)
+    files = output / "run/files.json"
+    content = json.loads(files.read_text())
+    for name in ("checkpoints/step-1/model.safetensors", "model.safetensors"):
+        del content["files"][name]
+        files.write_text(json.dumps(content))
+        finished = finetune(*line, "--steps", 2, "--resume", "auto")
+        if name == "model.safetensors":
+            assert finished.status == 2 and "holds model.safetensors, " in finished.err, finished.err
+        else:
+            assert f"damaged  {output / name} is not in run/files.json" in finished.out, finished.out
+
+
+def test_a_result_of_an_earlier_step_is_named(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+    line = begun(finetune, tmp_path / "out", 1e-3)
+    assert "kept " not in finetune(*line, "--steps", 3, "--resume").out
+    resumed = finetune(*line, "--steps", 4, "--resume", "--no-save")
+    assert f"kept     the result of an earlier step in {tmp_path / 'out'}: finetune export" in resumed.out, resumed.err

@@ -142,7 +142,13 @@ def test_the_store_of_a_copied_output_is_named_and_stays(scene: Scene, capsys: p
     scene.begin(scene.settings(output=copy))
     said = capsys.readouterr().out
     for store in settings.stores:
-        assert (store / "store.json").exists() and f"kept     {store}: " in said and f"rm -r {store}" in said
+        assert (store / "store.json").exists() and f"kept     {store}: " in said and "rm -r" not in said
+        assert f"the store of the run in {scene.output}, of which this output was a copy" in said
+    shutil.rmtree(copy)
+    shutil.copytree(scene.output, copy)
+    shutil.rmtree(scene.output)
+    scene.begin(scene.settings(output=copy))
+    assert all(f"rm -r {store}" in capsys.readouterr().out for store in settings.stores[:1])
 
 
 def test_a_store_in_use_is_named_and_stays(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,3 +214,17 @@ def test_copies_of_an_output_do_not_share_a_store(
     check(finetune("--output", moved, "--resume", "--steps", 9), 2, f"was continued to step 8 in {copy}")
     # The name of the store is that of the output where the run was begun.
     check(finetune(*line, "--output", output, "--overwrite"), 2, f"the store of the run in {copy}")
+
+
+def test_logs_of_earlier_trackers_are_replaced_with_their_run(scene: Scene) -> None:
+    """They come back with it, too."""
+    scene.begin(scene.settings())
+    log = scene.output / "run/trackers/deep/events"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the earlier run")
+    (log.parent / "newest").symlink_to("events")
+    with pytest.raises(SystemExit):
+        scene.begin(scene.settings(), kill=True)
+    assert log.read_text() == "of the earlier run" and (log.parent / "newest").is_symlink()
+    scene.begin(scene.settings())
+    assert not (scene.output / "run/trackers").exists() and not (scene.output / ".replaced").exists()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.train.process import is_rank
+from cli.train.process import Interrupts, is_rank
+from tests.cli.conftest import Finetune, sending
 
 PROGRAM = """
 import os, signal, sys, time
@@ -77,3 +78,32 @@ def test_a_command_that_inherits_some_variables_of_a_rank_is_none(monkeypatch: p
         assert not is_rank()
         monkeypatch.setenv(name, "0")
     assert is_rank()
+
+
+def test_the_stage_that_a_signal_ended_is_named() -> None:
+    interrupts = Interrupts()
+    assert interrupts.where == "before the first step"
+    interrupts.enter("while the result was written")
+    assert interrupts.where == "while the result was written"
+
+
+@pytest.mark.parametrize(("stage", "said"), [
+    (".export.partial", "stopped while the result was written; step 2 is committed. To continue: finetune "),
+    ("checkpoints/step-1.partial", "stopped while the checkpoint step-1 was saved; step 1 is committed. To continue: "),
+])  # fmt: skip
+def test_a_signal_during_the_last_write(finetune: Finetune, tmp_path: Path, stage: str, said: str) -> None:
+    """All steps are done: there is no step 3 to be in."""
+    output = tmp_path / "out"
+    words = ("--model", "llama-10m", "--data", "random", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu")
+    with sending(signal.SIGTERM, (output / stage).exists):
+        stopped = finetune(*words, "--steps", 2, "--save-every", 1, "--save", "--output", output)
+    assert stopped.status == 143 and said in stopped.err, stopped.err
+
+
+def test_commands_that_do_not_train_are_only_stopped(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli.main._run", stop)
+    assert finetune("check").err.strip() == "stopped."
+    assert finetune("--model", "llama-10m").err.strip() == "stopped before training began."
