@@ -326,3 +326,24 @@ def test_the_store_of_a_run_that_was_replaced_is_not_continued(tmp_path: Path) -
     description.write_text(json.dumps(content))
     for way in ("resume", "auto"):
         assert "holds the store of another run" in scene.decide(WAYS[way])
+
+
+def test_a_finished_run_in_memory_whose_commits_are_lost_is_not_begun_again(tmp_path: Path) -> None:
+    """With more steps to take, it would be replaced."""
+    scene = Scene(tmp_path, commits=True)
+    scene.fill()
+    scene.record("ended")
+    refusal = scene.decide(["--resume", "auto", "--steps", "9"])
+    assert "is finished" in refusal and "add --overwrite" in refusal, refusal
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_store_without_its_identity_is_named(tmp_path: Path, commits: bool) -> None:
+    scene = Scene(tmp_path, commits)
+    scene.fill()
+    scene.commit()
+    scene.record("begun")
+    name = "commits.json" if commits else "store.json"
+    (scene.stores[0] / name).unlink()
+    for way in ("resume", "auto"):
+        assert f"{scene.stores[0] / name} is missing, which says" in scene.decide(WAYS[way])

@@ -7,13 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
 
 from cli.inspect.evaluate import run_evaluate
 from cli.job.outputs import Outputs
 from cli.options.loss_sum import differing_steps
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.store.errors import advice_on
+from common.models.checkpoint.export import save_tensors
+from common.store.errors import StoreError, advice_on, described
 from tests.cli.conftest import Finetune
 
 
@@ -67,3 +72,42 @@ def test_errors_of_copies_name_the_file_that_is_written(
     done = finetune("check")
     assert done.status == 1 and f"out/tokenizer.json: {os.strerror(number)}. " in done.err
     assert advice_on(OSError(number, "")) in done.err and "--debug" not in done.err
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "zeros"])
+def test_damaged_files_of_transformers_and_peft_are_named(
+    damage: str, finetune: Finetune, own_checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
+    """These libraries list no files: what cannot be read is named, with one sentence, before it is computed with."""
+    adapter = tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(own_checkpoint)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    words = ("evaluate", "--model", own_checkpoint, "--adapter", adapter, "--data", data, "--seq-len", 16)
+    files = ("config.json", "model.safetensors", "tokenizer.json", "adapter_config.json", "adapter_model.safetensors")
+    for name in files:
+        file = (adapter if name.startswith("adapter_") else own_checkpoint) / name
+        content = file.read_bytes()
+        rest = {"cut": content[: len(content) // 2], "empty": b"", "zeros": bytes(len(content))}[damage]
+        file.write_bytes(rest)
+        refused = finetune(*words, "--gpu", "cpu")
+        assert refused.status in (1, 2) and str(file.parent) in refused.err, refused.err
+        what = "copy there the tokenizer files" if name == "tokenizer.json" else name
+        assert what in refused.err and "--debug" not in refused.err and refused.err.count("\n") == 1, refused.err
+        file.write_bytes(content)
+
+
+def test_a_full_drive_while_safetensors_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("common.models.checkpoint.export.save_file", fail)
+    with pytest.raises(StoreError, match=r"writing of a\.safetensors in .* failed: No space left .* Free some space"):
+        save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)})
+
+
+def test_a_file_in_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "out/model.safetensors"
+    file.mkdir(parents=True)
+    named = pytest.raises(StoreError, match=rf"writing of out in {tmp_path} failed at {file}: Is a directory")
+    with named, described("writing", tmp_path / "out"):
+        file.write_text("")

@@ -218,3 +218,14 @@ def settle(topology: fcdp.Topology, directory: Path) -> int | None:
         commits.lock()
         newest = commits.read_newest()
     return None if newest is None else newest.step
+
+
+def test_a_commit_without_its_manifest_is_damaged_and_not_absent(committed: Path) -> None:
+    """Else a run in memory would begin again, over its result."""
+    checkpoints = ShardedCheckpoints(committed)
+    step = checkpoints.newest()
+    assert step is not None
+    (committed / f"step-{step}" / MANIFEST).unlink()
+    assert checkpoints.newest() == step
+    with pytest.raises(FinetuneError, match=r"has lost its commit\.json"):
+        checkpoints.verify()
