@@ -1,5 +1,6 @@
 """Signals that end a run, each in a separate process: the status, the deadline, and when they are not heard."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.job.outputs import RESULT, Outputs
 from cli.train.process import Interrupts, is_rank
-from tests.cli.conftest import Finetune, sending
+from tests.cli.conftest import Finetune
 
 PROGRAM = """
 import os, signal, sys, time
@@ -87,16 +89,24 @@ def test_the_stage_that_a_signal_ended_is_named() -> None:
     assert interrupts.where == "while the result was written"
 
 
-@pytest.mark.parametrize(("stage", "said"), [
-    (".export.partial", "stopped while the result was written; step 2 is committed. To continue: finetune "),
-    ("checkpoints/step-1.partial", "stopped while the checkpoint step-1 was saved; step 1 is committed. To continue: "),
+@pytest.mark.parametrize(("name", "said"), [
+    (RESULT, "stopped while the result was written; step 2 is committed. To continue: finetune "),
+    ("checkpoints/step-1", "stopped while the checkpoint step-1 was saved; step 1 is committed. To continue: "),
 ])  # fmt: skip
-def test_a_signal_during_the_last_write(finetune: Finetune, tmp_path: Path, stage: str, said: str) -> None:
-    """All steps are done: there is no step 3 to be in."""
-    output = tmp_path / "out"
+def test_a_signal_during_a_write(
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    """After the last step, there is no step 3 to be in."""
+    prepare = Outputs.prepare
+
+    def stopping(outputs: Outputs, what: str) -> Path:
+        if what == name:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(outputs, what)
+
+    monkeypatch.setattr(Outputs, "prepare", stopping)
     words = ("--model", "llama-10m", "--data", "random", "--batch-size", 1, "--seq-len", 8, "--gpu", "cpu")
-    with sending(signal.SIGTERM, (output / stage).exists):
-        stopped = finetune(*words, "--steps", 2, "--save-every", 1, "--save", "--output", output)
+    stopped = finetune(*words, "--steps", 2, "--save-every", 1, "--save", "--output", tmp_path / "out")
     assert stopped.status == 143 and said in stopped.err, stopped.err
 
 
