@@ -286,7 +286,7 @@ class ShardedCheckpoints:
 
     def _steps(self) -> list[int]:
         names = {path: re.fullmatch(r"step-(\d+)", path.name) for path in self.directory.glob("step-*")}
-        # Without its manifest, a commit is damaged: reading it says so.
+        # Without its manifest, a commit is damaged: reading it is an error.
         return [
             int(match[1])
             for path, match in names.items()

@@ -153,7 +153,7 @@ def _remove_stores(journal: dict[str, Any]) -> None:
         why = "which was begun in another output"
         origin = Path(content.get(OUTPUT) or path)
         record = None if content[_IS_OURS] else RunRecord.read(origin)
-        if record is not None and any(place.store == content["store"] for place in record.places):
+        if record is not None and any(directory.store == content["store"] for directory in record.places):
             print(f"kept     {path}: the store of the run in {origin}, of which this output was a copy", flush=True)
             continue
         if content[_IS_OURS]:

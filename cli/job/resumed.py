@@ -320,7 +320,7 @@ class EarlierRun:
         continues = settings.resume is True
         is_on_nodes = settings.nodes is not None and bool(settings.ssd)
         if settings.resume and record is not None:
-            for fault in filter(None, (place.fault for place in record.places)):
+            for fault in filter(None, (directory.fault for directory in record.places)):
                 raise UserError(fault)
         if self.commit is not None:
             if not settings.resume and record is not None and record.ended_after is None:
