@@ -72,7 +72,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     """Compute all buffers on the CPU, the way ``from_pretrained`` computes those that no checkpoint holds.
 
     transformers builds every model on the meta device in ``from_pretrained``, so every family's ``_init_weights``
-    must be able to fill its buffers. On parameters the same calls cost nothing: they are on the meta device.
+    must be able to fill its buffers. Parameters, which are on the meta device, are marked as filled meanwhile.
     """
     check_buffers(model)
     persistent = model.state_dict().keys()
@@ -86,8 +86,12 @@ def _fill_buffers(model: PreTrainedModel) -> None:
                 dtype = torch.float32 if keep else buffer.dtype
                 real[id(buffer)] = torch.full_like(buffer, unset, dtype=dtype, device="cpu")
             setattr(module, name, real[id(buffer)])
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     with own_random_numbers():
         model.initialize_weights()
+    for parameter in model.parameters():
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
     for name in unset_buffers(model):
         if name not in persistent:
             raise FinetuneError(

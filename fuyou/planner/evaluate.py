@@ -307,7 +307,7 @@ class Evaluator:
         left_out = self._left_out(self._recomputation(candidate, batch))
         job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
-        return Plan(
+        result = Plan(
             job,
             self.machine,
             candidate,
@@ -323,6 +323,10 @@ class Evaluator:
             saved_activation_bytes=steady.cycle[-1].saved_bytes(plan.saved_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),
         )
+        for each in (steady, clipped):
+            if each is not None:
+                each.forget_tasks()
+        return result
 
     def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
         layout = self.job.layout

@@ -29,12 +29,13 @@ WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (
 
 def search(job: TrainingJob, machine: Machine) -> Plan:
     """Return the fastest way to run ``job`` on ``machine``, by simulating the task lists, or what is missing."""
-    evaluator = Evaluator(job, machine)
-    try:
-        best = choose(evaluator)
-    except UserError as error:
-        return Plan(evaluator.job, machine, missing=(str(error),), ssd_bytes=evaluator.job.record_bytes)
-    points = frontier(evaluator)
+    with no_garbage_collection():
+        evaluator = Evaluator(job, machine)
+        try:
+            best = choose(evaluator)
+        except UserError as error:
+            return Plan(evaluator.job, machine, missing=(str(error),), ssd_bytes=evaluator.job.record_bytes)
+        points = frontier(evaluator)
     return replace(
         best,
         missing=missing_space(best.ssd_bytes, machine),

@@ -369,6 +369,7 @@ class Simulator:
                     self._waiting[earlier].append(task)
                 else:
                     self._waiting[earlier] = [task]
+            task.after = []  # or every task would keep all of its ancestors alive
             self._lanes[self._lane[task.op]].append(task)
         for op in Op:
             self._advance(op)
@@ -466,6 +467,11 @@ class SteadyState:
         ends = self.simulation.step_ends[-len(self.cycle) - 1 :]
         return self._mean([end - before for before, end in itertools.pairwise(ends)])
 
+    def forget_tasks(self) -> None:
+        """Free the tasks, which schedulers refer to in cycles."""
+        for step in self.cycle:
+            step.tasks.clear()
+
     def _mean(self, values: Sequence[float]) -> float:
         total = sum(value * count for value, count in zip(values, self.repeats, strict=True))
         return total / sum(self.repeats)
@@ -525,7 +531,10 @@ def simulate(
             lists[-1].tasks[:0] = resolved
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(layout.records, rates, plan.ring_chunks, plan.chunk_elements)
-        return SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
+        steady = SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
+    for step in lists[:-length]:
+        step.tasks.clear()
+    return steady
 
 
 @contextmanager

@@ -16,6 +16,7 @@ class PassPosition:
         self._position = 0
         self.visits: Sequence[Visit] = ()
         self._uses: dict[int, list[int]] = {}  # record -> positions of the visits that use it
+        self._next: dict[Hashable, int] = {}  # record -> position of its next use
         self.follow(visits)
 
     def follow(self, visits: Sequence[Visit]) -> None:
@@ -27,18 +28,26 @@ class PassPosition:
         for position, visit in enumerate(visits):
             for record in visit.records:
                 self._uses.setdefault(record, []).append(position)
+        self._next = {record: self._use_after(record) for record in self._uses}
 
     def begin(self) -> None:
-        self._position = 0
+        self._move(0)
 
     def end(self) -> None:
-        self._position = len(self.visits)
+        self._move(len(self.visits))
 
     def in_turn(self) -> Iterator[Visit]:
         """Yield the visits, with the position at each."""
         for position, visit in enumerate(self.visits):
-            self._position = position
+            self._move(position)
             yield visit
+
+    def _move(self, position: int) -> None:
+        """Go to ``position``: the next one, or one of another pass."""
+        self._position = position
+        passed = self.visits[position].records if 0 < position < len(self.visits) else self._uses
+        for record in passed:
+            self._next[record] = self._use_after(record)
 
     def first_use(self, record: int) -> int:
         """Return the position of the first visit that uses a record."""
@@ -46,7 +55,9 @@ class PassPosition:
 
     def next_use(self, record: Hashable) -> float:
         """Return the position of the next visit that uses a record, continuing into the next pass."""
-        assert isinstance(record, int)
+        return self._next[record]
+
+    def _use_after(self, record: int) -> int:
         uses = self._uses[record]
         after = bisect.bisect_right(uses, self._position)
         return uses[after] if after < len(uses) else uses[0] + len(self.visits)
