@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from cli.inspect.evaluate import run_evaluate
@@ -17,7 +15,6 @@ from cli.job.outputs import Outputs
 from cli.options.loss_sum import differing_steps
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.models.checkpoint.export import save_tensors
 from common.store.errors import StoreError, advice_on, described
 from tests.cli.conftest import Finetune
 
@@ -94,15 +91,6 @@ def test_damaged_files_of_transformers_and_peft_are_named(
         what = "copy there the tokenizer files" if name == "tokenizer.json" else name
         assert what in refused.err and "--debug" not in refused.err and refused.err.count("\n") == 1, refused.err
         file.write_bytes(content)
-
-
-def test_a_full_drive_while_safetensors_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("common.models.checkpoint.export.save_file", fail)
-    with pytest.raises(StoreError, match=r"writing of a\.safetensors in .* failed: No space left .* Free some space"):
-        save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)})
 
 
 def test_a_file_in_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class SystemCalls:
         for name in CALLS:
             monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
         monkeypatch.setattr(mmap, "mmap", self._counted("mmap", mmap.mmap))
-        monkeypatch.setattr(export, "save_file", self._counted("save_file", export.save_file))
+        monkeypatch.setattr(export, "write_new_file", self._counted("write_new_file", export.write_new_file))
         assert device.cudart is not None
         register = device.cudart.cudaHostRegister
 
@@ -142,7 +142,7 @@ def sweep(
 
 
 def test_some_calls_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = sweep(tmp_path, monkeypatch, lambda _: [("cudaHostRegister", 1), ("save_file", 1)])
+    ways = sweep(tmp_path, monkeypatch, lambda _: [("cudaHostRegister", 1), ("write_new_file", 1)])
     assert ways["survived"] == 1 and ways["StoreError"] == 1, ways
 
 
