@@ -444,8 +444,9 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
                 f"`{shlex.quote(sys.executable)} -m pip install {tracker}`, or leave {tracker} out: metrics.jsonl is "
                 "always written."
             )
-    for word in filter(None, (settings.model, settings.adapter)):
-        _refuse_set_aside(Path(word).expanduser())
+    for word in (settings.model, settings.adapter):
+        if word:
+            _refuse_set_aside(Path(word).expanduser())
     if settings.model:
         try:
             with naming("--model"):

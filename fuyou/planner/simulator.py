@@ -532,8 +532,8 @@ def simulate(
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(layout.records, rates, plan.ring_chunks, plan.chunk_elements)
         steady = SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
-    for step in lists[:-length]:
-        step.tasks.clear()
+    for past in lists[:-length]:
+        past.tasks.clear()
     return steady
 
 
