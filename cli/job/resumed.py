@@ -236,10 +236,11 @@ class EarlierRun:
     output: Path
     stores: Sequence[Path]  # Its folder in each directory where it may be
     in_memory: bool  # Whether several ranks trained in memory
+    commit_interval: int  # Steps between two commits
 
     @classmethod
     def of(cls, settings: Settings) -> "EarlierRun":
-        return cls(settings.output_directory, settings.stores, settings.in_memory)
+        return cls(settings.output_directory, settings.stores, settings.in_memory, settings.commit_interval)
 
     @cached_property
     def record(self) -> RunRecord | None:
@@ -414,7 +415,7 @@ class EarlierRun:
 
     def waits_for_commit(self, record: RunRecord) -> bool:
         """Return whether it trained in memory, and was killed before its first commit: nothing is lost."""
-        if record.ended_after is not None:
+        if record.ended_after is not None or record.last_step > self.commit_interval:
             return False
         return self.in_memory and bool(record.places) and all(place.is_there() for place in record.places)
 

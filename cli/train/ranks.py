@@ -280,5 +280,5 @@ def _is_continued(job: Job, launches: Collection[str]) -> bool:
 
     If not, commits that are there are deleted: ``--overwrite`` was given, or the launcher would not have come so far.
     """
-    commit = EarlierRun(job.output, (), in_memory=True).commit or {}
+    commit = EarlierRun.of(job.settings).commit or {}
     return job.settings.resume or bool(set(launches) & set(commit.get("user", {}).get("launches", ())))

@@ -337,6 +337,18 @@ def test_a_finished_run_in_memory_whose_commits_are_lost_is_not_begun_again(tmp_
     assert "is finished" in refusal and "add --overwrite" in refusal, refusal
 
 
+def test_a_run_in_memory_that_has_lost_its_commits_is_not_begun_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, commits=True)
+    scene.fill()
+    scene.record("begun")
+    metrics = scene.output / RUN / "metrics.jsonl"
+    metrics.write_text('{"step": 100}\n')  # at which it was committing
+    assert scene.decide(WAYS["auto"]) == "begun"
+    metrics.write_text('{"step": 101}\n')
+    for way in ("resume", "auto"):
+        assert "has no commit any more" in scene.decide(WAYS[way])
+
+
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_store_without_its_identity_is_named(tmp_path: Path, commits: bool) -> None:
     scene = Scene(tmp_path, commits)

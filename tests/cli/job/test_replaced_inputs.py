@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from cli.inspect import chat
 from cli.job.model import ModelChoice
 from common.models.adapters.options import SavedAdapter
-from common.models.checkpoint.shards import Shards
+from common.models.checkpoint import shards
 from common.models.checkpoint.watched import WatchedFiles
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
@@ -82,7 +82,7 @@ def test_what_is_replaced_while_it_is_read_is_refused(
             monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
             patch.setattr(chat, "_model", once(chat._model, change))
         elif replaced == "model":
-            patch.setattr(Shards, "_from_file", once(Shards._from_file, change))
+            patch.setattr(shards, "_read_elements", once(shards._read_elements, change))
         else:
             patch.setattr(SavedAdapter, "read", once(SavedAdapter.read, change))
         check(finetune(*words), 2, f"{parts[replaced]} was changed or replaced while it was read", "start again")
