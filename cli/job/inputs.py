@@ -72,7 +72,7 @@ def check_whole(settings: Settings) -> list[str]:
                 what = " ".join([f"{option} {word}: {' '.join(wrong[:3])}", outputs.remedy(name)]).strip()
                 raise UserError(f"{what} To use the files as they are, copy them to another directory.")
             edited = [sentence for file, sentence in faults.items() if _is_named(file, TOKENIZER_FILES)]
-            warnings += [f"{sentence.removesuffix('.')}; it is used as it is" for sentence in edited]
+            warnings += [f"{sentence.removesuffix('.')}; the tokenizer is used as it is" for sentence in edited]
     return warnings
 
 
