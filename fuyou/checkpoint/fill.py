@@ -73,16 +73,17 @@ def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer
     slots = [slot for slot in record.parameters if slot.offset < stop and start < slot.offset + slot.span]
     for position, tensor in reader.read(record, slots):
         flat = tensor.reshape(-1)
-        for first in range(0, flat.numel(), PASS_ELEMENTS):
-            part = flat[first : first + PASS_ELEMENTS]
-            if low is not None:
+        if low is None or flat.dtype == dtype:
+            # Rounded to nearest, as transformers does. Numbers of the record's dtype have no low bits.
+            _copy_range(values, start, flat, position)
+        else:
+            for first in range(0, flat.numel(), PASS_ELEMENTS):
+                part = flat[first : first + PASS_ELEMENTS]
                 high_part = torch.empty_like(part, dtype=dtype)
                 low_part = torch.empty_like(part, dtype=low.dtype)
                 split(part.to(torch.float32, copy=True), high_part, low_part)
                 _copy_range(low, low_start, low_part, position + first)
-                part = high_part
-            # Rounded to nearest, as transformers does, if not split.
-            _copy_range(values, start, part, position + first)
+                _copy_range(values, start, high_part, position + first)
         del tensor, flat
     if encodes:
         with _encoded_record(plane, record, payload) as encoded:

@@ -112,7 +112,9 @@ def test_an_edited_template_is_mentioned(
     edited = finetune(*line)
     assert edited.status == 0, edited.err
     (warning,) = [line for line in edited.out.splitlines() if line.startswith("warning")]
-    assert f"{output / 'tokenizer_config.json'} is not what the run wrote there; the tokenizer is used as it is" in warning
+    assert (
+        f"{output / 'tokenizer_config.json'} is not what the run wrote there; the tokenizer is used as it is" in warning
+    )
     (output / "run/files.json").write_text("{")
     unknown = finetune(*line)
     assert unknown.status == 0 and "files.json is missing, damaged, or of another run" in unknown.out, unknown.err
