@@ -72,7 +72,7 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
     DirectoryLock([tmp_path], patience=0).close()
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(StoreError, match=f"locking of {tmp_path.name} .* failed: Is a directory"):
+    with pytest.raises(StoreError, match=f"locking of {tmp_path.name} .* failed at .*lock: Is a directory"):
         DirectoryLock([tmp_path])
 
 

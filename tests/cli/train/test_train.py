@@ -105,7 +105,8 @@ def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Pa
 
 def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "stopped"
-    with sending(signal.SIGTERM, lambda: (output / "losses.jsonl").exists()):
+    losses = output / "losses.jsonl"
+    with sending(signal.SIGTERM, lambda: losses.exists() and losses.stat().st_size > 0):
         outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
     assert outcome.status == 143, outcome.err  # job schedulers see that the run is not done
     stopped_in(output, outcome.err)
