@@ -158,7 +158,7 @@ def write_checkpoint(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.data.demo_text import train_demo_tokenizer
-    from common.models.checkpoint.export import make_staging_folder, move_into_place
+    from common.models.checkpoint.writer import make_staging_folder, move_into_place
 
     sizes: dict[str, Any] = {
         "hidden_size": 128,

@@ -22,10 +22,10 @@ from common.memory import numa
 from common.memory.meter import PeakMeter
 from common.models.adapters.adapters import MERGED
 from common.models.adapters.options import SavedAdapter
-from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.identity import weights_identity
 from common.models.checkpoint.sources import CheckpointSource
 from common.models.checkpoint.watched import WatchedFiles
+from common.models.checkpoint.writer import CheckpointWriter
 from common.models.flops import active_parameters, model_flops_per_token
 from common.models.structure import decayed_parameters
 from common.randomness import seed_run

@@ -16,7 +16,7 @@ if getattr(common, "PROJECT", None) != "fuyou":
 if TYPE_CHECKING:
     from common.errors import FinetuneError as FinetuneError
     from common.errors import UserError as UserError
-    from common.models.checkpoint.export import NonFiniteWeights as NonFiniteWeights
+    from common.models.checkpoint.writer import NonFiniteWeights as NonFiniteWeights
     from common.store.errors import StoreError as StoreError
     from fuyou.config import EngineConfig as EngineConfig
     from fuyou.engine.engine import Engine as Engine
@@ -33,7 +33,7 @@ _MODULES = {
     "EngineOutput": "fuyou.engine.steps",
     "FinetuneError": "common.errors",
     "NonFiniteLoss": "fuyou.optimizer.nonfinite",
-    "NonFiniteWeights": "common.models.checkpoint.export",
+    "NonFiniteWeights": "common.models.checkpoint.writer",
     "StepReport": "fuyou.runtime.accounting",
     "StoreError": "common.store.errors",
     "UserError": "common.errors",

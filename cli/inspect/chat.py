@@ -19,9 +19,9 @@ from common.limits import LimitExceeded
 from common.models.adapters.options import SavedAdapter
 from common.models.checkpoint.companions import Companions
 from common.models.checkpoint.compressed.formats import CompressedShards
-from common.models.checkpoint.export import first_nonfinite
 from common.models.checkpoint.in_memory import load_in_memory
 from common.models.checkpoint.watched import WatchedFiles
+from common.models.checkpoint.writer import first_nonfinite
 from common.models.generation import FILE, generation_config_of, stops_of
 from common.models.presets import load_config
 from common.models.task_type import task_type_of

@@ -18,11 +18,11 @@ from cli.options.option import naming
 from cli.options.run_record import RUN
 from common.data import Batches, DataConfig, PackedBatches, RandomBatches, open_data
 from common.data.batches import MixedBatches
+from common.data.examples import ItemKind, class_kind, labels_of_records, pair_kind
 from common.data.files import find_files
 from common.data.images import ImageBatches, any_images, open_image_data
 from common.data.processor import load_processor
 from common.data.selection import RecordSelection
-from common.data.shapes import ItemKind, class_kind, labels_of_records, pair_kind
 from common.errors import UserError
 from common.files import cache_directory
 from common.models.checkpoint.companions import follow_file

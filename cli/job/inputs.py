@@ -9,7 +9,7 @@ from cli.job.outputs import BASE, CHECKPOINTS, FILES, HISTORY_FILE, RESULT, RESU
 from cli.options.run_record import REPLACED, RUN, read_description
 from cli.options.settings import Settings
 from common.errors import UserError
-from common.models.checkpoint.export import TOKENIZER_FILES
+from common.models.checkpoint.writer import TOKENIZER_FILES
 
 
 def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] = (), *, resumes: bool = False) -> None:

@@ -18,8 +18,8 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files, read_text_file
 from common.models.adapters.adapted_model import AdaptedModel
 from common.models.checkpoint.companions import Companions
-from common.models.checkpoint.export import write_template
 from common.models.checkpoint.random_source import classifier_config, write_with_new_head
+from common.models.checkpoint.writer import write_template
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.units import counted

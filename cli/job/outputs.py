@@ -36,8 +36,8 @@ from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sampled
 from common.models.adapters.gguf_adapter import FILE as GGUF
 from common.models.adapters.options import CONFIG as ADAPTER
 from common.models.adapters.options import WEIGHTS
-from common.models.checkpoint.export import STAGING_FOLDER, TOKENIZER_FILES
 from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.writer import STAGING_FOLDER, TOKENIZER_FILES
 from common.store.errors import described
 
 FILES = "files.json"  # Name of the list, next to the run's description

@@ -38,7 +38,7 @@ from cli.options.run_record import (
 from cli.options.settings import Settings
 from common.errors import FinetuneError, UserError
 from common.models.adapters.options import ALL_LINEAR, SavedAdapter, load_peft_config
-from common.models.checkpoint.export import digest_of
+from common.models.checkpoint.writer import digest_of
 from common.models.generation import FILE as GENERATION
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.data.examples import ItemKind
 from common.data.pack import TokenFile, draw_rows, first_lengths, padding_of, shuffled, unpack
 from common.data.rows import PADDING
 from common.data.selection import RecordSelection
-from common.data.shapes import ItemKind
 from common.errors import UserError
 from common.units import counted, format_count
 

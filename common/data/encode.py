@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from common.data.examples import Chat, Example, PlainText
+from common.data.lost_text import WrittenText, special_tokens, text_of, tokenized
 from common.data.messages import other_keys
 from common.data.selection import Counts
-from common.data.shapes import Chat, Example, PlainText
 from common.data.spelling import varied
 from common.data.template import ChatTemplate, Form, answer_kind
-from common.data.written import WrittenText, special_tokens, text_of, tokenized
 from common.errors import UserError, on_one_line
 from common.limits import LimitExceeded
 

@@ -29,14 +29,14 @@ from transformers import ProcessorMixin
 from common.activity import Activity
 from common.data.batches import IGNORED, Batches, DataConfig, rounded_width
 from common.data.encode import Encoder, RowFitter, TokenizedAnswer, check_vocabulary
+from common.data.examples import Chat, examples_of_records
 from common.data.files import find_files
 from common.data.messages import Message
 from common.data.pack import draw_rows, tokenizer_identity
 from common.data.prepare import open_or_build, padding_id
 from common.data.read import DataRecord, read_records
 from common.data.selection import Counts
-from common.data.shapes import Chat, examples_of_records
-from common.data.unread import noted
+from common.data.unread_columns import noted
 from common.data.workers import in_order
 from common.errors import FinetuneError, UserError
 from common.files import file_when_complete

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from common.activity import Activity, activity
 from common.data.batches import Batches, DataConfig, PackedBatches
 from common.data.encode import EncodedSegment, Encoder, RowFitter
+from common.data.examples import Item, examples_of_records
 from common.data.files import find_files
 from common.data.pack import (
     FORMAT_VERSION,
@@ -32,8 +33,7 @@ from common.data.pack import (
 )
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import Item, examples_of_records
-from common.data.unread import noted
+from common.data.unread_columns import noted
 from common.data.workers import in_order
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX

@@ -18,11 +18,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils, tokenization_utils_base
 
 from common.data.beginnings import Beginnings
+from common.data.examples import Chat
+from common.data.lost_text import special_tokens
 from common.data.messages import Message, parsed
 from common.data.selection import Tally
-from common.data.shapes import Chat
 from common.data.spelling import CHANGES, SPELLINGS, Change, joined, leaves, map_texts, texts_of
-from common.data.written import special_tokens
 from common.errors import UserError
 from common.files import preset_files
 from common.limits import LimitExceeded, limited

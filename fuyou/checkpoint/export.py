@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common.activity import advancing
 from common.errors import UserError
 from common.memory.buffers import HostBuffer
-from common.models.checkpoint.export import CheckpointWriter
+from common.models.checkpoint.writer import CheckpointWriter
 from common.store import Store
 from fuyou.layout.model_layout import ModelLayout
 from fuyou.layout.record import Record

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.models.adapters.adapters import MERGED
-from common.models.checkpoint.export import NonFiniteWeights
+from common.models.checkpoint.writer import NonFiniteWeights
 from fuyou.checkpoint.export import StoreExporter
 from fuyou.engine.opening import OpenRun
 from fuyou.layout.record import Kind

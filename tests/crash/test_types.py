@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.job.model import ChatTemplate, ModelChoice
 from common.data.encode import Encoder
+from common.data.examples import examples_of_records
 from common.data.read import read_records
-from common.data.shapes import examples_of_records
 from common.errors import FinetuneError
 from common.limits import limited
 from common.models.adapters.adapters import Adapters

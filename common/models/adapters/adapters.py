@@ -50,7 +50,9 @@ from common.models.adapters.targets import (
     trained_copies,
 )
 from common.models.checkpoint.compressed.parameters import Components
-from common.models.checkpoint.export import (
+from common.models.checkpoint.gguf import source_of
+from common.models.checkpoint.sources import WeightSource
+from common.models.checkpoint.writer import (
     CHAT_TEMPLATE,
     NonFiniteWeights,
     copy_tokenizer_files,
@@ -60,8 +62,6 @@ from common.models.checkpoint.export import (
     refuse_shadowing,
     save_tensors,
 )
-from common.models.checkpoint.gguf import source_of
-from common.models.checkpoint.sources import WeightSource
 from common.randomness import own_random_numbers
 from common.store.errors import described
 

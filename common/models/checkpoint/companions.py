@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.files import copy_into, read_text_file
-from common.models.checkpoint.export import (
+from common.models.checkpoint.writer import (
     CHAT_TEMPLATE,
     OTHER_TEMPLATES,
     TEMPLATE_FILES,

@@ -14,10 +14,10 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedCo
 
 from common.errors import FinetuneError, UserError
 from common.files import copy_into, replace_file
-from common.models.checkpoint.export import copy_tokenizer_files, save_tensors
 from common.models.checkpoint.gguf_table import TABLE
 from common.models.checkpoint.shards import INDEX
 from common.models.checkpoint.sources import CheckpointSource, WeightSource
+from common.models.checkpoint.writer import copy_tokenizer_files, save_tensors
 from common.models.meta_model import build_meta_model, unset_buffers
 from common.models.structure import stored_names
 from common.models.task_type import is_encoder_decoder

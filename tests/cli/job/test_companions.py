@@ -17,7 +17,7 @@ from cli.inspect import chat
 from cli.job.model import ChatTemplate
 from common.data.demo_text import train_demo_tokenizer
 from common.models.checkpoint.companions import Companions, doubt_about
-from common.models.checkpoint.export import write_template
+from common.models.checkpoint.writer import write_template
 from common.models.presets import load_config
 from tests.cli.conftest import Finetune
 

@@ -23,7 +23,7 @@ import fuyou
 from cli.train.loop import evaluate
 from cli.train.objectives import ObjectiveLoop
 from common.data import DataConfig, open_data
-from common.data.shapes import pair_kind
+from common.data.examples import pair_kind
 from fuyou.objectives.losses import PairObjective
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history

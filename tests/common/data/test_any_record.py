@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.encode import Encoder, RowFitter
+from common.data.examples import classes_of_records, examples_of_records, labels_of_records, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import classes_of_records, examples_of_records, labels_of_records, pairs_of_records
 from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 

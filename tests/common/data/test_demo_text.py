@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from common.data import DataConfig, open_data
 from common.data.demo_text import demo_documents, train_demo_tokenizer
 from common.data.encode import Encoder
-from common.data.shapes import Chat
+from common.data.examples import Chat
 from tests.common.data.conftest import write_records
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder, RowFitter
+from common.data.examples import Example, PlainText, examples_of_records
 from common.data.read import DataRecord, read_records
-from common.data.shapes import Example, PlainText, examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, PackedBatches, open_data
 from common.data.encode import Encoder, RowFitter
+from common.data.examples import class_kind, examples_of_records
 from common.data.pack import TokenFile, write_token_file
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import class_kind, examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,

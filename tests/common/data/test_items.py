@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.data.examples import classes_of_records, labels_of_records, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import classes_of_records, labels_of_records, pairs_of_records
 from common.errors import UserError
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder
+from common.data.examples import ItemKind, class_kind, examples_of_records, pair_kind, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import ItemKind, class_kind, examples_of_records, pair_kind, pairs_of_records
 from common.errors import UserError
 from common.files import preset_files
 from tests.common.data.conftest import PLAIN_TEMPLATE, REWRITING_TEMPLATE, make_tokenizer, write_records

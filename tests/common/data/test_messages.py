@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.data.examples import Chat, examples_of_records
 from common.data.messages import messages_of
 from common.data.read import DataRecord
-from common.data.shapes import Chat, examples_of_records
 from common.errors import UserError
 
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from common.data import DataConfig, open_data
 from common.data.demo_text import train_demo_tokenizer
+from common.data.examples import PlainText, pair_kind, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import PlainText, pair_kind, pairs_of_records
 from common.errors import UserError
 
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from common.data.encode import Encoder, RowFitter
+from common.data.examples import examples_of_records
 from common.data.read import DataRecord
-from common.data.shapes import examples_of_records
 from common.errors import UserError
 from common.files import preset_files
 from common.models.generation import FILE, generation_config_of, stops_of, write_stops

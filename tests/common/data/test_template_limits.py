@@ -7,7 +7,7 @@ import pytest
 
 from common.data import template
 from common.data.encode import Encoder
-from common.data.shapes import examples_of_records
+from common.data.examples import examples_of_records
 from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer, numbered
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.encode import EncodedSegment, Encoder
+from common.data.examples import examples_of_records, pairs_of_records
 from common.data.read import DataRecord
-from common.data.shapes import examples_of_records, pairs_of_records
 from common.errors import UserError
 from tests.common.data.templates import TRL, make_tokenizer
 

@@ -13,9 +13,9 @@ import pytest
 
 from common.activity import Activity
 from common.data import DataConfig, open_data
+from common.data.examples import class_kind, pair_kind
 from common.data.pack import TokenFile
 from common.data.selection import Counts, RecordSelection
-from common.data.shapes import class_kind, pair_kind
 from common.data.workers import in_order
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import (

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import fuyou
 from common.errors import FinetuneError
-from common.models.checkpoint import export
+from common.models.checkpoint import writer
 from tests.helpers.accelerator import QueuedDevice
 from tests.helpers.small_engine import small_engine, train
 
@@ -44,7 +44,7 @@ class SystemCalls:
         for name in CALLS:
             monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
         monkeypatch.setattr(mmap, "mmap", self._counted("mmap", mmap.mmap))
-        monkeypatch.setattr(export, "write_new_file", self._counted("write_new_file", export.write_new_file))
+        monkeypatch.setattr(writer, "write_new_file", self._counted("write_new_file", writer.write_new_file))
         assert device.cudart is not None
         register = device.cudart.cudaHostRegister
 

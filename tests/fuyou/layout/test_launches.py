@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import quantization
 from common.hardware import force_kernels
 from common.models.checkpoint.compressed import tensors
-from common.models.checkpoint.compressed.blocks import BLOCKS
+from common.models.checkpoint.compressed.gguf_blocks import BLOCKS
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
 from fuyou.layout.frozen_weights import FrozenDtype

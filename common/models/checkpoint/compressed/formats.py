@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError
 from common.files import read_text_file
-from common.models.checkpoint.compressed.blocks import BLOCKS
+from common.models.checkpoint.compressed.gguf_blocks import BLOCKS
 from common.models.checkpoint.compressed.tensors import ROLES, TABLES, Component, CompressedTensor
 from common.models.checkpoint.gguf_table import TABLE, GgufEntry, GgufTable, model_order
 from common.models.checkpoint.shards import Shards, StoredTensor

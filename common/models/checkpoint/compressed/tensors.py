@@ -1,7 +1,7 @@
 """Decode tensors that are written as codes of a few bits with a scale for each block of them.
 
-GGUF types have their scales between the codes (:mod:`common.models.checkpoint.compressed.blocks`). One rule covers all
-other formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
+GGUF types have their scales between the codes (:mod:`common.models.checkpoint.compressed.gguf_blocks`). One rule
+covers all other formats: a number is (code - zero point) x (scale / global scale), computed in fp32 and rounded to
 :attr:`CompressedTensor.dtype`. The result is, bit for bit, that of the formats' own libraries:
 
 * FP8 by blocks: ``inference/kernel.py`` of DeepSeek-V3, and ``Fp8Dequantize`` of transformers;
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from common.hardware import kernels_of
-from common.models.checkpoint.compressed.blocks import BLOCKS
+from common.models.checkpoint.compressed.gguf_blocks import BLOCKS
 from common.models.checkpoint.shards import DTYPES
 from common.quantization import NF4_VALUES, fuses, run_fused
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common.models.checkpoint.export import (
+from common.models.checkpoint.shards import DTYPES, read_header
+from common.models.checkpoint.writer import (
     make_staging_folder,
     move_into_place,
     save_tensors,
 )
-from common.models.checkpoint.shards import DTYPES, read_header
 from common.store.errors import StoreError
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from common.errors import UserError
 from common.models.checkpoint.compressed import formats
 from common.models.checkpoint.compressed.parameters import Placements
-from common.models.checkpoint.export import CheckpointWriter
 from common.models.checkpoint.sources import CheckpointSource
+from common.models.checkpoint.writer import CheckpointWriter
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from tests.common.models.checkpoint.compressed.cases import PAIRS, compressed

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from common.data import DataConfig, open_data
+from common.data.examples import class_kind, columns_read, examples_of_records, pair_kind
 from common.data.read import DataRecord
 from common.data.selection import Counts, RecordSelection
-from common.data.shapes import class_kind, columns_read, examples_of_records, pair_kind
-from common.data.unread import noted
+from common.data.unread_columns import noted
 from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer, write_records
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from common.data.examples import WHOLE, ItemKind, objects_read
 from common.data.messages import LOSS_SWITCHES, parsed
 from common.data.read import DataRecord
 from common.data.selection import Counts
-from common.data.shapes import WHOLE, ItemKind, objects_read
 from common.errors import UserError
 
 # TRL 1.16: SFTTrainer, DPOTrainer, RewardTrainer, and their earlier names

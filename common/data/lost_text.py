@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
+from common.data.examples import Chat
 from common.data.selection import Counts
-from common.data.shapes import Chat
 from common.data.spelling import leaves, texts_of
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import DataConfig, open_data
 from common.data.encode import Encoder, RowFitter
-from common.data.shapes import classes_of_records, examples_of_records, pairs_of_records
+from common.data.examples import classes_of_records, examples_of_records, pairs_of_records
 from tests.common.data.conftest import make_tokenizer, numbered
 
 ASCII = [chr(code) for code in range(33, 127)]

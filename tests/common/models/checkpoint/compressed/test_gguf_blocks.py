@@ -8,7 +8,7 @@ from torch._inductor import metrics
 from common import quantization
 from common.hardware import force_kernels
 from common.models.checkpoint.compressed import tensors
-from common.models.checkpoint.compressed.blocks import BLOCKS
+from common.models.checkpoint.compressed.gguf_blocks import BLOCKS
 from common.models.checkpoint.compressed.tensors import Component, CompressedTensor
 
 gguf = pytest.importorskip("gguf")

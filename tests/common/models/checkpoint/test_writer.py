@@ -7,7 +7,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import FinetuneError
-from common.models.checkpoint.export import (
+from common.models.checkpoint.shards import INDEX, SINGLE
+from common.models.checkpoint.sources import CheckpointSource
+from common.models.checkpoint.writer import (
     CHAT_TEMPLATE,
     STAGING_FOLDER,
     CheckpointWriter,
@@ -15,8 +17,6 @@ from common.models.checkpoint.export import (
     copy_tokenizer_files,
     write_template,
 )
-from common.models.checkpoint.shards import INDEX, SINGLE
-from common.models.checkpoint.sources import CheckpointSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks, parameter_names
