@@ -147,7 +147,6 @@ class Runtime:
             plan.counts,
             slot=commits.state.slot,
             deferred=self._deferred,
-            hold=options.optimizer.max_grad_norm is not None,
             speculate=options.update_policy.speculative,
             resident=plan.resident,
             recomputation=recomputation,

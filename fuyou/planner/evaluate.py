@@ -279,7 +279,6 @@ class Evaluator:
             deferred,
             _STEPS_WRITING_LATE if writes_late else _STEPS_DEFERRING if waits else _STEPS,
             commit_every=job.commit_every,
-            hold=job.clips,
             recomputation=self._recomputation(candidate, batch),
             clipped=clipped,
             direct_reads=job.direct_reads,

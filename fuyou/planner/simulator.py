@@ -490,7 +490,6 @@ def simulate(
     steps: int = 6,
     *,
     commit_every: int = 1,
-    hold: bool = False,
     recomputation: Recomputation = FULL_RECOMPUTATION,
     clipped: bool | None = None,
     direct_reads: bool = False,
@@ -501,7 +500,7 @@ def simulate(
     Args:
         steps: least number of steps to simulate; whole cycles of ``commit_every`` steps are.
         commit_every: steps from one commit to the next.
-        deferred, hold, recomputation, direct_reads: as in :class:`fuyou.schedule.scheduler.Scheduler`.
+        deferred, recomputation, direct_reads: as in :class:`fuyou.schedule.scheduler.Scheduler`.
         chunk_flops: as in :class:`fuyou.schedule.batch.BatchShape`.
         clipped: with speculative updates, whether every step is clipped and updates again, or none is; else None.
     """
@@ -509,7 +508,6 @@ def simulate(
         layout,
         plan.counts,
         deferred=deferred,
-        hold=hold,
         speculate=clipped is not None,
         resident=plan.resident,
         recomputation=recomputation,

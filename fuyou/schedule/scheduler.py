@@ -33,8 +33,7 @@ class Scheduler:
     Args:
         slot: the slot that holds the last committed state.
         deferred: indices of the records whose updates run in the next forward pass, just before they are needed,
-            when the SSDs would otherwise be idle.
-        hold: whether deferred updates wait until the caller has ended the step (and knows the gradient's norm).
+            when the SSDs would otherwise be idle. The caller has ended the step by then, and knows the gradient's norm.
         speculate: whether all other updates run as if the norm were known, and their gradients stay until
             :meth:`resolve_speculation` decides whether they run again. Needs a commit of every step, so that the
             committed slot still holds the input of the updates.
@@ -51,7 +50,6 @@ class Scheduler:
         *,
         slot: int = 0,
         deferred: Collection[int] = (),
-        hold: bool = False,
         speculate: bool = False,
         resident: Collection[int] = (),
         recomputation: Recomputation = FULL_RECOMPUTATION,
@@ -60,7 +58,6 @@ class Scheduler:
         self.layout = layout
         self.counts = counts
         self._deferred = frozenset(deferred)
-        self._hold = hold
         self._speculate = speculate
         self._resident = frozenset(resident)
         self._loaded: set[int] = set()  # resident records whose states are in host memory
@@ -309,8 +306,8 @@ class Scheduler:
     def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False) -> None:
         """Read the record's states, update, write parameters and states to the other slot.
 
-        States of a resident record are read the first time only (and to update it again), and written only if the step
-        is to be committed.
+        States of a resident record are read the first time only (and again after a void update), and written only if
+        the step is to be committed.
         """
         host, loaded = self._parameters.on_host(record)
         written = durable or record.index not in self._resident
@@ -324,7 +321,8 @@ class Scheduler:
         if record.index in self._resident:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *self._parameters.host_users(record, host)]
-        waits += [task for task in (self._slots.commit, self._ended if self._hold else None) if task is not None]
+        if self._slots.commit is not None:  # until it is done, a killed run continues from the slot that is written
+            waits.append(self._slots.commit)
         target = self._slots.target if written else None
         update = self._emit(
             Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned, target=target

@@ -447,7 +447,7 @@ class Machine:
 
 def build(
     layers: int, tied: bool, counts: BufferCounts, script: list[tuple[str, int, bool]], *, defer: float = 0.0,
-    hold: bool | None = None, slot: int = 0, precision: Precision = BF16, resident: int = 0,
+    slot: int = 0, precision: Precision = BF16, resident: int = 0,
     saving_layers: Collection[int] = (), frozen: bool = False, cuts: Mapping[int, Cut] | None = None,
     share: Share = ALONE, speculate: bool = False, own: Collection[int] = (),
     reference: bool = False, together: int | None = None, direct_reads: bool = False,
@@ -458,10 +458,10 @@ def build(
     script (by index) have a loss of the caller's own; with ``reference`` it needs a reference, too. ``together``
     micro-batches go forward through a block in pieces at once.
 
-    ``defer`` is the deferred fraction of the blocks; 1 defers all records, and then (unless said otherwise by ``hold``)
-    until the step has ended. ``resident`` is how many records live in host memory, of which ``counts`` then get as many
-    parameter buffers as there are; ``saving_layers`` are those that save more than their input. ``frozen``, ``cuts``:
-    see :func:`step_layout`; if frozen, all adapters live in host memory, or none. ``share``: of the rank.
+    ``defer`` is the deferred fraction of the blocks; 1 defers all records. ``resident`` is how many records live in
+    host memory, of which ``counts`` then get as many parameter buffers as there are; ``saving_layers`` are those that
+    save more than their input. ``frozen``, ``cuts``: see :func:`step_layout`; if frozen, all adapters live in host
+    memory, or none. ``share``: of the rank.
     """
     layout = step_layout(layers, tied, precision, frozen, cuts).shared(share)
     kept = frozenset(record.index for record in layout.records[:resident] if record.trainable)
@@ -476,7 +476,7 @@ def build(
         )
     scheduler = Scheduler(
         layout, counts, slot=slot, deferred=interleaved(layout, defer),
-        hold=defer >= 1 if hold is None else hold, resident=kept, speculate=speculate,
+        resident=kept, speculate=speculate,
         recomputation=Recomputation(frozenset(saving_layers), saved=0.5), direct_reads=direct_reads,
     )  # fmt: skip
     visited = {visit.layer for visit in layout.visits(train=True) if visit.phase is Phase.BLOCK_BACKWARD}

@@ -97,7 +97,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     speculate = draw(st.booleans())
     return {
         "layers": layers, "tied": tied, "counts": counts, "script": script,
-        "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])), "hold": draw(st.booleans()),
+        "defer": draw(st.sampled_from([0, 0.25, 0.5, 1])),
         "slot": draw(st.integers(0, 1)),
         "saving_layers": saving_layers, "speculate": speculate,
         "resident": draw(st.sampled_from([0, 0, 1, 3, 8])), "frozen": draw(st.booleans()),
