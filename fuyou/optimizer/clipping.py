@@ -2,10 +2,9 @@
 
 *Deferral*: all updates run during the next forward pass, when the norm is known. *Speculation*: updates run during the
 backward pass as if nothing were clipped, and gradients are saved; after a clipped step, the updates run again,
-deferred,
-from the previous step's state in the other slot. Deferral costs every step the overlap of updates with the backward
-pass. Speculation costs every step 2 written bytes per parameter, for gradients that do not fit in host memory, and a
-clipped step the traffic of a second update.
+deferred, from the previous step's state in the other slot. Deferral costs every step the overlap of updates with the
+backward pass. Speculation costs every step 2 written bytes per parameter, for gradients that do not fit in host
+memory, and a clipped step the traffic of a second update.
 """
 
 from collections.abc import Iterable

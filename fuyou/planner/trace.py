@@ -1,8 +1,7 @@
 """A planned step as a Chrome trace, for ui.perfetto.dev: one group of lanes per resource, one lane per kind of task.
 
-A run has the same list of tasks. Tasks of one kind run first in,
-first out: where several run at once (reads that queue at a drive), each is drawn from the end of the one before, so
-that no two overlap in a lane.
+A run has the same list of tasks. Tasks of one kind run first in, first out: where several run at once (reads that
+queue at a drive), each is drawn from the end of the one before, so that no two overlap in a lane.
 
 The format is checked by a test, event by event; Perfetto itself, which is a web site, has not been tried.
 """

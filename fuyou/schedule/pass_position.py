@@ -67,10 +67,8 @@ class PassPosition:
         update, or again before that many other records.
 
         A step goes through its blocks and back, so all records between two uses of a block are needed sooner than the
-        block:
-        buffers that hold what is needed soonest (Belady, 1966) give it up for them. This is the reuse distance of
-        Mattson et
-        al. (1970), which is the same in such an order.
+        block: buffers that hold what is needed soonest (Belady, 1966) give it up for them. This is the reuse distance
+        of Mattson et al. (1970), which is the same in such an order.
         """
         if self.visits[self._position].trained == record.index:
             return True

@@ -67,7 +67,7 @@ class RecordSlots:
 
     def commit_step(self, step: int, ended: Task | None) -> None:
         """Commit ``step`` when all writes are done and the caller has ``ended`` it."""
-        for updated in self._unwritten.values():  # not meant to be committed, and is
+        for updated in self._unwritten.values():  # updated in a step that was not due, and committed by a flush
             self._write(Op.RESIDENT_WRITE, updated)
         self._unwritten.clear()
         after = list(itertools.chain.from_iterable(self.writes))
@@ -240,7 +240,7 @@ class GradientPools:
         }
         self.pending: dict[int, int] = {}
         """Record -> step of its gradient, which waits for its update."""
-        self.kept: dict[int, int] = {}
+        self.speculated: dict[int, int] = {}
         """Record -> step of its gradient, whose update is done and may have to be done again."""
         self._spilled: dict[int, Task] = {}  # record -> the task that writes its gradient to SSD
 
@@ -283,15 +283,15 @@ class GradientPools:
         """Note that ``update`` uses the gradient in buffer ``index``, which is then free unless it is saved."""
         pool = self._pools[record.kind]
         if keep:
-            self.kept[record.index] = update.step
+            self.speculated[record.index] = update.step
         else:
             pool.drop(record.index)
         pool.use(index, update)
 
     def resolve_speculation(self, again: bool) -> list[Record]:
         """Return the records whose saved gradients are used ``again``; if not, drop these gradients."""
-        saved = self.kept
-        self.kept = {}
+        saved = self.speculated
+        self.speculated = {}
         if again:
             self.pending.update(saved)
             return [self._records[index] for index in saved]
@@ -304,6 +304,6 @@ class GradientPools:
         assert isinstance(key, int)
         if key in self.pending:
             return self._first_use(key)
-        if key in self.kept:  # after all that are sure to be used
+        if key in self.speculated:  # after all that are sure to be used
             return float(self._first_use(key)) + 1e9
         return NEVER

@@ -106,7 +106,7 @@ class Scheduler:
                 speculative updates, by :meth:`resolve_speculation`.
         """
         assert commit or not self._speculate
-        assert not self._gradients.kept, "resolve the speculation of the step before"
+        assert not self._gradients.speculated, "resolve the speculation of the step before"
         self._list = StepList(step, own_loss=batch.own_loss, chunks=batch.chunks)
         self._batch = batch
         self._pass.follow(self._training_visits())
@@ -174,7 +174,7 @@ class Scheduler:
     @property
     def speculative(self) -> bool:
         """Whether updates may run again, see :meth:`resolve_speculation`."""
-        return bool(self._gradients.kept)
+        return bool(self._gradients.speculated)
 
     @property
     def commit_step(self) -> int | None:

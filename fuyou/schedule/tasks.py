@@ -36,10 +36,10 @@ class Op(Enum):
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
     GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
     GRADIENT_READ = ("gradient read", Resource.SSD)
-    STATE_READ = ("state read", Resource.SSD)
+    STATE_READ = ("state read", Resource.SSD)  # done once it is requested: the update waits for the bytes
     UPDATE = ("update", Resource.ADAM)
     PARAMETER_SPREAD = ("parameter spread", Resource.INTER_NODE)  # what each rank has updated, to all nodes
-    STATE_WRITE = ("state write", Resource.SSD)  # the record's parameters and its states, as they are updated
+    STATE_WRITE = ("state write", Resource.SSD)  # parameters and states; the update begins it, chunk by chunk
     RESIDENT_WRITE = ("resident write", Resource.SSD)  # the same of a record that lives in host memory, for a commit
     PARAMETER_WRITE = ("parameter write", Resource.SSD)  # of several nodes: the parameters, once they are spread
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
