@@ -13,7 +13,7 @@ from cli.job.inputs import check_apart, check_whole
 from cli.job.job import Job
 from cli.job.model import ChatTemplate, ModelChoice, unplaced_weights
 from cli.job.outputs import Outputs, check_outside
-from cli.job.resumed import EarlierRun, fixed_options
+from cli.job.resumed import EarlierRun, check_same_options, fixed_options
 from cli.job.strategy import check_strategy
 from cli.job.throughput import gpu_or_plan
 from cli.options.schedule import LearningRate
@@ -57,7 +57,7 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     earlier = EarlierRun.of(settings)
     fixed = fixed_options(settings)
     if settings.resume and settings.nodes is None:  # several nodes say together which one lacks what
-        earlier.check(fixed)
+        check_same_options(earlier.options, fixed)
     template = ChatTemplate.named(settings.chat_template, earlier.day(settings.resume))
 
     # The machine.
@@ -202,18 +202,18 @@ def _directories(settings: Settings, resumes: bool) -> tuple[Path, ...]:
     check_apart(settings, output, () if resumes else settings.drives, resumes=resumes)
     if not resumes:
         check_outside(output)
-    _make_directory("--output", output)
+    _make_directory(output)
     Outputs.read(output).check_for(settings, resumes=resumes)
     return tuple(usable_directories(settings.drives)) if settings.ssd else (output,)
 
 
-def _make_directory(option: str, path: Path) -> None:
+def _make_directory(output: Path) -> None:
     try:
-        make_directory(path)
+        make_directory(output)
     except OSError as error:
-        raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"{option}: {path} is not writable. Change its owner or mode, or choose another path.")
+        raise UserError(f"--output: the directory {output} cannot be created: {error.strerror}.") from error
+    if not os.access(output, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"--output: {output} is not writable. Change its owner or mode, or choose another path.")
 
 
 def _check_space(job: Job) -> None:

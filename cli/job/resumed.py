@@ -107,14 +107,10 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
         if name == _OF_TEMPLATE:
             file = "the chat template"
             option = _OF_TEMPLATE
-        elif name == _OF_ADAPTER:
+        elif name.startswith(_OF_ADAPTER):
             assert job.engine.saved_adapter is not None
-            file = f"{job.engine.saved_adapter.directory / GENERATION}"
-            option = _OF_ADAPTER
-        elif name.startswith(f"{_OF_ADAPTER} "):
-            assert job.engine.saved_adapter is not None
-            name_there = name.removeprefix(f"{_OF_ADAPTER} ")
-            file = f"{job.engine.saved_adapter.directory / name_there}"
+            inside = name.removeprefix(_OF_ADAPTER).strip() or GENERATION
+            file = f"{job.engine.saved_adapter.directory / inside}"
             option = _OF_ADAPTER
         how = "has changed" if name in before and name in now else "is gone" if name in before else "was added"
         raise UserError(
@@ -162,9 +158,7 @@ def faults_of_store(output: Path) -> list[str]:
     inside = [output / STORE, output / COMMITS]
     if record is None:
         return []
-    known = {directory.store for directory in record.places}
-    visible = {directory.store for directory in store_places(inside)} - {""}  # a folder of commits may have none
-    if known and visible and not known & (visible | replaced_stores(inside)):
+    if _is_of_another_run(record, inside):
         return [f"The store in {output} is that of another run."]
     step = _committed(output).get("step")
     if record.ended_after in (None, step) or step is None:
@@ -173,6 +167,13 @@ def faults_of_store(output: Path) -> list[str]:
         f"The run in {output} was done after step {record.ended_after:,}, and its store is at step {step}: one of them "
         "is from another copy."
     ]
+
+
+def _is_of_another_run(record: RunRecord, stores: Sequence[Path]) -> bool:
+    """Return whether the stores that are there are neither those of the run in an output, nor their successors."""
+    known = {place.store for place in record.places}
+    visible = {place.store for place in store_places(stores)} - {""}  # commits of earlier versions have none
+    return bool(known and visible) and not known & (visible | replaced_stores(stores))
 
 
 def _committed(output: Path) -> dict[str, Any]:
@@ -323,30 +324,13 @@ class EarlierRun:
         if settings.resume and record is not None:
             for fault in filter(None, (directory.fault for directory in record.places)):
                 raise UserError(fault)
-        if self.commit is not None:
-            if not settings.resume and record is not None and record.ended_after is None:
+        if self.commit is not None and settings.resume:
+            self._check_continued(self.commit, settings)
+        elif self.commit is not None:
+            if record is not None and record.ended_after is None:
                 raise UserError(
                     f"{self.output} holds a run already, which is not finished: add --resume to continue it, or "
                     "--overwrite to replace it."
-                )
-            if settings.resume and record is not None and self._is_in_part(record):
-                raise UserError(self._where_it_was(record, settings))
-            if settings.resume and record is not None and self._is_of_another_run(record):
-                places = ", ".join(place.path for place in record.places)
-                here = ", ".join(map(str, self.stores))
-                raise UserError(
-                    f"The run in {self.output} has its store in {places}, and {here} holds the store of another run, "
-                    "whose output this was before. Correct --ssd, or give another --output."
-                )
-            if settings.resume and settings.save:
-                self._check_not_behind_result()
-            step = self.commit.get("step", 0)
-            seen = 0 if record is None else record.last_step
-            is_older = isinstance(step, int) and seen < step  # the manifest may have been edited
-            if settings.resume and is_older and (other := self._other_output()) is not None:
-                raise UserError(
-                    f"The run was continued to step {step:,} in {other}, and {self.output} is a copy of that as it was "
-                    f"at step {seen:,}: give --output {other}. To continue it here, move {other} elsewhere before."
                 )
         elif continues and is_on_nodes:
             pass  # the ranks find which node lacks what
@@ -360,9 +344,32 @@ class EarlierRun:
         elif not self.in_memory:
             remove_uncommitted(self.stores)
 
-    def _check_not_behind_result(self) -> None:
+    def _check_continued(self, commit: Mapping[str, Any], settings: Settings) -> None:
+        """Refuse to continue from a commit of which a part is missing, of another run, or of another copy."""
+        record = self.record
+        if record is not None and self._is_in_part(record):
+            raise UserError(self._where_it_was(record, settings))
+        if record is not None and _is_of_another_run(record, self.stores):
+            places = ", ".join(place.path for place in record.places)
+            here = ", ".join(map(str, self.stores))
+            raise UserError(
+                f"The run in {self.output} has its store in {places}, and {here} holds the store of another run, "
+                "whose output this was before. Correct --ssd, or give another --output."
+            )
+        if settings.save:
+            self._check_not_behind_result(commit)
+        step = commit.get("step", 0)
+        seen = 0 if record is None else record.last_step
+        is_older = isinstance(step, int) and seen < step  # the manifest may have been edited
+        if is_older and (other := self._other_output()) is not None:
+            raise UserError(
+                f"The run was continued to step {step:,} in {other}, and {self.output} is a copy of that as it was at "
+                f"step {seen:,}: give --output {other}. To continue it here, move {other} elsewhere before."
+            )
+
+    def _check_not_behind_result(self, commit: Mapping[str, Any]) -> None:
         """Refuse to replace the result of a step that an older copy of the store does not have."""
-        step = (self.commit or {}).get("step")
+        step = commit.get("step")
         result = Outputs.read(self.output)
         if not isinstance(step, int) or step >= (self.ended_after or 0) or not result.is_whole(RESULT):
             return
@@ -406,12 +413,6 @@ class EarlierRun:
         stores = {store for store, _ in visible}
         hidden = [place for place in record.places if (place.store, place.index) not in visible]
         return any(place.store in stores and not place.is_there() for place in hidden)
-
-    def _is_of_another_run(self, record: RunRecord) -> bool:
-        """Return whether the stores that are there are neither those of the run in the output, nor their successors."""
-        known = {place.store for place in record.places}
-        visible = {place.store for place in store_places(self.stores)} - {""}  # commits of earlier versions have none
-        return bool(known and visible) and not known & (visible | replaced_stores(self.stores))
 
     def waits_for_commit(self, record: RunRecord) -> bool:
         """Return whether it trained in memory, and was killed before its first commit: nothing is lost."""
@@ -460,13 +461,6 @@ class EarlierRun:
             "it and begin another run, give another --output."
         )
 
-    def check(self, fixed: Mapping[str, Any]) -> None:
-        """Refuse to continue with other ``fixed`` options.
-
-        What depends on the data is compared when they are there (:func:`check_same_run`).
-        """
-        _check_same(self.options, fixed)
-
 
 def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) -> None:
     """Compare the job with what the run began with; a new run remembers it in its ``user_state``, with the ids of the
@@ -492,7 +486,7 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
         )
     _check_same_files(job, before.setdefault(_FILES, now[_FILES]), now[_FILES])
     is_extended = _is_extended(job, run, before)
-    _check_same(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
+    check_same_options(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
     if run.step_count > job.steps:
         raise UserError(
             f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}. Give --steps "
@@ -531,7 +525,8 @@ def fixed_options(settings: Settings) -> dict[str, Any]:
     return fixed
 
 
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to continue with other options. What depends on the data is compared later (:func:`check_same_run`)."""
     options = options_in_files(parse_command_line([]))
     for name in sorted(name for name in before.keys() - {option.opts[0] for option in options} if name[0] == "-"):
         if REMOVED.get(name[2:]) == before[name]:

@@ -133,10 +133,6 @@ class EngineTrainer(Trainer):
     def commit(self) -> None:
         self._engine.flush()
 
-    def finish(self) -> None:
-        """Commit the last step of all."""
-        self.commit()
-
     def usage(self) -> Usage:
         """Return what this node took: its ranks take alike."""
         engine = self._engine
@@ -192,9 +188,11 @@ def frozen_engine(job: Job, drives: Sequence[Path]) -> Engine:
 
 def _extend_reference(job: Job) -> None:
     """Compute what a run that gets more steps lacks of its reference, with the model as it was before training."""
-    is_of_another = job.traits.needs_reference and not isinstance(job.engine.weights.adapters, AdapterOptions)
-    base = reference_identity(job, weights_identity(job.checkpoint)) if job.settings.resume and is_of_another else ""
-    if not (job.settings.resume and is_of_another and is_reference_short(job, base)):
+    if not (job.settings.resume and job.traits.needs_reference):
+        return
+    if isinstance(job.engine.weights.adapters, AdapterOptions):  # without them the model is as it was
+        return
+    if not is_reference_short(job, reference_identity(job, weights_identity(job.checkpoint))):
         return
     with contextlib.ExitStack() as stack:
         drives = [stack.enter_context(scratch_folder(path)) for path in job.ssd]

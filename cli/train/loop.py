@@ -76,10 +76,6 @@ class Trainer(ABC):
         """Wait for what steps still write, so that no evaluation has to."""
         return
 
-    def finish(self) -> None:
-        """Commit the last step of all, and write what is to be seen of it."""
-        self.commit()
-
 
 class Lap:
     """Time and traffic from the end of one step to that of the next: what a step writes back runs on into the next."""
@@ -178,7 +174,7 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             after.is_over()
     process.enter("after the last step")
     with activity("writing the last step to the drives"):
-        trainer.finish()
+        trainer.commit()
     _begin(job, trainer, process.is_rank0)
     summary.add_moved(lap.next()[1])
     process.enter("after the last step")

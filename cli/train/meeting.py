@@ -66,7 +66,7 @@ def place(settings: Settings, store: dist.Store, world: Mapping[str, str] = os.e
     return None if decided is None else Placement(*map(tuple, decided))
 
 
-def leaf_by_slurm(environment: Mapping[str, str] = os.environ) -> str | None:
+def leaf_by_slurm(environment: Mapping[str, str]) -> str | None:
     """Return this node's leaf switch by Slurm's ``topology/tree`` (srun(1), SLURM_TOPOLOGY_ADDR); None if none.
 
     The address goes from the top switch to the node: ``spine1.leaf2.gpu07``, with the pattern ``switch.switch.node``.

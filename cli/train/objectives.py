@@ -62,10 +62,10 @@ class Ranks:
 class ObjectiveLoop:
     """Computes an objective's loss with an engine, on the ranks that share each batch."""
 
-    def __init__(self, objective: Objective, engine: Engine, ranks: Ranks | None = None) -> None:
+    def __init__(self, objective: Objective, engine: Engine, ranks: Ranks = Ranks()) -> None:
         self._objective = objective
         self._engine = engine
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks
 
     def loss(self, batch: Batch, items: int) -> tuple[torch.Tensor, dict[str, float]]:
         """Return this rank's share of the loss of a batch of all ranks, and means over its items to watch."""
@@ -135,7 +135,8 @@ class ReferencePass:
         lacking = []
         base = reference_identity(job, self.engine.base_identity)
         for batches, steps, path in _compared(job):
-            batches.reference = self._read(path, batches, steps, base) if self.engine.step_count else None
+            table = _stored(path, batches, base) if self.engine.step_count else None
+            batches.reference = table if table is not None and _has_all(table, batches, steps) else None
             if batches.reference is not None:
                 self._check_noted(path, batches, batches.reference)
             have = self.ranks.sum([float(batches.reference is not None)])[0]
@@ -219,10 +220,6 @@ class ReferencePass:
         sums = torch.zeros(rows)
         sums[rows_here] = (out["log_probs"] * out.mask).sum(1)
         return np.array(ranks.sum(sums.tolist()), dtype=np.float32)
-
-    def _read(self, path: Path, batches: PackedBatches, steps: int, base: str) -> np.ndarray | None:
-        table = _stored(path, batches, base)
-        return table if table is not None and _has_all(table, batches, steps) else None
 
 
 def _sum_of(batches: PackedBatches, table: np.ndarray, steps: int) -> str:

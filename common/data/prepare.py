@@ -135,9 +135,8 @@ def open_or_build(
             return open_file(path)
         unfinished_files = re.compile(rf"\w+-[0-9a-f]{{16}}{re.escape(_SUFFIX + TEMPORARY_SUFFIX)}")
         for unfinished in cache_dir.glob(f"*{TEMPORARY_SUFFIX}"):  # of a process that was killed
-            if not unfinished_files.fullmatch(unfinished.name):
-                continue
-            unfinished.unlink(missing_ok=True)
+            if unfinished_files.fullmatch(unfinished.name):
+                unfinished.unlink(missing_ok=True)
         size = format_bytes(sum(state.st_size for _, state in states))
         doing.what = f"reading {files[0].name if len(files) == 1 else f'{len(files):,} data files'} ({size})"
         doing.since = time.monotonic()

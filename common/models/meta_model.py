@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,7 +16,6 @@ from common.randomness import own_random_numbers
 
 def build_meta_model(
     config: PreTrainedConfig,
-    attn_implementation: str | None = None,
     dtype: torch.dtype = torch.float32,
     checkpoint: Path | None = None,
 ) -> PreTrainedModel:
@@ -31,7 +29,6 @@ def build_meta_model(
     ``model.config``.
 
     Args:
-        attn_implementation: passed on; None leaves the choice to transformers (``"sdpa"`` where a family has it).
         dtype: the parameters' dtype. Buffers do not depend on it in most families, but some choose their values by it,
             so give the dtype that the model computes in.
         checkpoint: directory of its weights; a model that these cannot be the weights of is refused as soon as that
@@ -42,10 +39,9 @@ def build_meta_model(
         raise UserError(f"This {refusal(config)}.")
     config = config_for(chosen, copy.deepcopy(config))
     check_counts(config.to_dict(), f"This {config.model_type!r} configuration")
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with torch.device("meta"), bounded_construction(checkpoint):
-            model = chosen._from_config(config, dtype=dtype, **options)
+            model = chosen._from_config(config, dtype=dtype)
     except UserError:
         raise
     except Exception as error:  # anything: each family checks its own fields in its own way

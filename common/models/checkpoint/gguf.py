@@ -14,7 +14,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def _write(parts: Sequence[Path], directory: Path) -> None:
         model.generation_config.to_json_file(directory / GENERATION)
     for part in parts:
         (directory / part.name).symlink_to(part.resolve())
-    entries = {name: entry.to_dict() for name, entry in table.items()}
+    entries = {name: asdict(entry) for name, entry in table.items()}
     content = {"architecture": keys["general.architecture"], "tensors": entries}
     replace_file(directory / TABLE, json.dumps(content))
 

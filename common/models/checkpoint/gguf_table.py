@@ -6,7 +6,7 @@ where they are, and links next to the table lead there.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +52,6 @@ class GgufEntry:
     @property
     def model_shape(self) -> tuple[int, ...]:
         return self.becomes or (self.shape[::-1] if self.transposed else self.shape)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def model_order(rows: Any, heads: int) -> Any:

@@ -185,7 +185,10 @@ class CheckpointSource(WeightSource):
 
     def compressed(self, name: str) -> CompressedParameter | None:
         """Return how the checkpoint has the parameter ``name``, if that is compressed and can be kept as it is."""
-        return next(map(self._compressed, self._sources(name)), None)
+        for source in self._sources(name)[:1] if self.shards.compressed else ():
+            shape = self._stored_shape[source]
+            return CompressedParameter.of(self._made_by[source], self.shards, self._placements, shape)
+        return None
 
     def read_compressed(self, name: str, parts: Sequence[int] | None = None) -> Iterator[Components]:
         made_from = self._made_by[self._sources(name)[0]].parts
@@ -199,12 +202,6 @@ class CheckpointSource(WeightSource):
             tensors = [self.shards.tensors[name] for _, name in conversion.parts]
             self._row_parts[source] = RowParts.of(conversion, tensors, self._placements, self._stored_shape[source])
         return self._row_parts[source]
-
-    def _compressed(self, source: str) -> CompressedParameter | None:
-        if not self.shards.compressed:
-            return None
-        shape = self._stored_shape[source]
-        return CompressedParameter.of(self._made_by[source], self.shards, self._placements, shape)
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
         """Return the result of the conversion that makes ``source``, made piece by piece where that is possible."""

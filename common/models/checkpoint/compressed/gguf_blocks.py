@@ -43,9 +43,9 @@ def _float32(data: torch.Tensor) -> torch.Tensor:
     return (words[..., ::2] & 0xFFFF | words[..., 1::2] << 16).view(torch.float32)
 
 
-def _codes(data: torch.Tensor, bits: int, width: int, last: int = 8) -> torch.Tensor:
-    """Return the codes in bytes: of every ``width`` bytes the lowest bits first, then the next ones, up to ``last``."""
-    shifts = torch.arange(0, last, bits, dtype=torch.uint8, device=data.device).unsqueeze(-1)
+def _codes(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    """Return the codes in bytes: of every ``width`` bytes the lowest bits first, then the next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device).unsqueeze(-1)
     return (data.unflatten(-1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(-3)
 
 

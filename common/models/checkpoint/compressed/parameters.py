@@ -146,7 +146,7 @@ class CompressedParameter:
 
     @property
     def nbytes(self) -> int:
-        return len(self.offsets) * self._part_nbytes
+        return len(self.offsets) * sum(_aligned(component.nbytes) for component in self.tensor.components)
 
     @property
     def numel(self) -> int:
@@ -194,10 +194,6 @@ class CompressedParameter:
     def to_dict(self) -> dict[str, Any]:
         parts = {} if self.parts is None else {"parts": list(self.parts)}
         return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets), **parts}
-
-    @property
-    def _part_nbytes(self) -> int:
-        return sum(_aligned(component.nbytes) for component in self.tensor.components)
 
     def _place(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat.as_strided(self.tensor.shape, self.strides, flat.storage_offset() + self.offsets[index])
