@@ -37,7 +37,7 @@ from common.data.prepare import open_or_build, padding_id
 from common.data.read import DataRecord, read_records
 from common.data.selection import Counts
 from common.data.unread_columns import noted
-from common.data.workers import in_order
+from common.data.workers import EncodedInOrder
 from common.errors import FinetuneError, UserError
 from common.files import file_when_complete
 from common.store.errors import described
@@ -390,7 +390,7 @@ def open_image_data(config: DataConfig, processor: ProcessorMixin, cache_dir: Pa
         with (
             described("writing", path),
             file_when_complete(path) as out,
-            in_order(config.selection, files, encoded, part, counts, doing) as rows,
+            EncodedInOrder(config.selection, files, encoded, part, counts, doing) as rows,
         ):
             for row in rows:
                 line = json.dumps(asdict(row)).encode() + b"\n"

@@ -34,7 +34,7 @@ from common.data.pack import (
 from common.data.read import DataRecord
 from common.data.selection import Counts
 from common.data.unread_columns import noted
-from common.data.workers import in_order
+from common.data.workers import EncodedInOrder
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX
 from common.memory.meter import return_free_memory
@@ -87,10 +87,10 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
         with write_token_file(path, counts) as add:
             if kind is None:
                 packer = (Packer if config.packed else Padder)(config.seq_len, pad, add)
-                with in_order(config.selection, files, encoded, part, counts, doing) as segments:
+                with EncodedInOrder(config.selection, files, encoded, part, counts, doing) as segments:
                     _pack(segments, counts, packer)
             else:
-                with in_order(config.selection, files, rows_of_items, part, counts, doing) as rows:
+                with EncodedInOrder(config.selection, files, rows_of_items, part, counts, doing) as rows:
                     for row, mark in rows:
                         add(padded_row(next(cut_documents([row], config.seq_len)), config.seq_len, pad), mark)
             counts.check_any_rows(files)

@@ -47,16 +47,8 @@ def process_count(files: Sequence[Path]) -> int:
     return max(1, min(cpu_count(), memory_available_bytes() // _MEMORY, _MOST_PROCESSES))
 
 
-@contextlib.contextmanager
-def in_order(
-    selection: RecordSelection,
-    files: Sequence[Path],
-    encode: Callable[[Iterator[DataRecord]], Iterable[Result]],
-    part: Counts,
-    total: Counts,
-    doing: Activity,
-) -> Iterator[Iterator[Result]]:
-    """Let what is made of the records of data files be read in their order; with the context, all processes end.
+class EncodedInOrder(Generic[Result]):
+    """A context that gives what is made of the records of data files, in their order. At its end all processes end.
 
     Args:
         selection: chooses the records.
@@ -69,12 +61,7 @@ def in_order(
     Raises:
         FinetuneError: a process was killed.
     """
-    records = _Records(selection, files, encode, part, total, doing)
-    with contextlib.closing(records.results()) as results:
-        yield results
 
-
-class _Records(Generic[Result]):
     def __init__(
         self,
         selection: RecordSelection,
@@ -97,7 +84,14 @@ class _Records(Generic[Result]):
         if selection.limit is None and all(extension_of(file) in _READ_IN_ORDER for file in files):
             doing.share = lambda: min(1.0, self._read / max(1, self._size))
 
-    def results(self) -> Generator[Result, None, None]:
+    def __enter__(self) -> Iterator[Result]:
+        self._results = self._all_results()
+        return self._results
+
+    def __exit__(self, *exception: object) -> None:
+        self._results.close()
+
+    def _all_results(self) -> Generator[Result, None, None]:
         processes = process_count(self._files)
         position = ReadPosition()
         batches = 0

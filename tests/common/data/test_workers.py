@@ -16,7 +16,7 @@ from common.data import DataConfig, open_data
 from common.data.examples import class_kind, pair_kind
 from common.data.pack import TokenFile
 from common.data.selection import Counts, RecordSelection
-from common.data.workers import in_order
+from common.data.workers import EncodedInOrder
 from common.errors import FinetuneError, UserError
 from tests.common.data.conftest import (
     MARKED_TEMPLATE,
@@ -136,10 +136,10 @@ def test_a_killed_process_is_an_error_and_none_is_left(tmp_path: Path, processes
     processes(3)
     with (
         pytest.raises(FinetuneError, match="A process that encodes the data was killed"),
-        in_order(RecordSelection(), [file], encode, Counts(), Counts(), Activity("")) as results,
+        EncodedInOrder(RecordSelection(), [file], encode, Counts(), Counts(), Activity("")) as results,
     ):
         list(results)
-    results = in_order(RecordSelection(), [file], _processes, Counts(), Counts(), Activity(""))
+    results = EncodedInOrder(RecordSelection(), [file], _processes, Counts(), Counts(), Activity(""))
     with results as processes_of_records:
         children = list(itertools.islice(processes_of_records, 60))  # as if interrupted
     assert len(set(children) - {first}) > 1
@@ -154,7 +154,7 @@ def test_the_part_that_is_done_is_that_of_the_files(tmp_path: Path, processes: C
     file, doing = Path(write_records(tmp_path / "a.jsonl", records)), Activity("reading")
     for count in (1, 2):
         processes(count)
-        with in_order(
+        with EncodedInOrder(
             RecordSelection(), [file], lambda records: [0 for _ in records], Counts(), Counts(), doing
         ) as results:
             shares = [doing.share() for _ in results]
