@@ -18,7 +18,7 @@ from common.models.checkpoint.random_source import classifier_config
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.store.directories import usable_directories
-from fuyou.config import AUTO
+from fuyou.config import AUTO, EngineConfig
 from fuyou.engine.common_decisions import fastest_dtype
 from fuyou.planner import RunPlan, TrainingJob
 from fuyou.planner.training_job import job_of_run, open_model
@@ -97,7 +97,14 @@ def job_at_hand(settings: Settings, device: str) -> TrainingJob:
 
 def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path]) -> RunPlan:
     """Return the plan of this run on this machine."""
+    return plan_of(job_at_hand(settings, device), settings.engine, device, directories)
+
+
+def plan_of(
+    job: TrainingJob, engine: EngineConfig, device: str, directories: Sequence[Path], ranks_per_node: int = 1
+) -> RunPlan:
+    """Return the plan of a job on this machine, within the budgets that the options give."""
     opened = open_device(device)
-    memory = settings.engine.memory
-    limits = memory_limits(opened, memory.host_memory, memory.device_memory)
-    return RunPlan(job_at_hand(settings, device), opened, limits, directories)
+    memory = engine.memory
+    limits = memory_limits(opened, memory.host_memory, memory.device_memory, ranks_per_node)
+    return RunPlan(job, opened, limits, directories)

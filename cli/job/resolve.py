@@ -11,6 +11,7 @@ import torch
 from cli.job.data import RANDOM_TOKENS, DataSource
 from cli.job.inputs import check_apart, check_whole
 from cli.job.job import Job
+from cli.job.machine import plan_of
 from cli.job.model import ChatTemplate, ModelChoice, unplaced_weights
 from cli.job.outputs import Outputs, check_outside
 from cli.job.resumed import EarlierRun, check_same_options, fixed_options
@@ -35,7 +36,6 @@ from fuyou.model.family import family_of
 from fuyou.model.open_model import OpenModel
 from fuyou.planner import RunPlan, TrainingJob
 from fuyou.planner.training_job import adapted_as, job_of_run, open_model
-from fuyou.runtime.device import memory_limits, open_device
 
 DEFAULT_STEPS = 10  # Steps of a run without data: enough to see a steady rate
 
@@ -167,10 +167,7 @@ def _plan(
     training = job_of_run(settings.model, engine, model, rows, seq_len, stored)
     if settings.nodes is not None:
         return training.among(Share(settings.nodes, settings.gpus_per_node or 1)), None
-    opened = open_device(device)
-    memory = engine.memory
-    limits = memory_limits(opened, memory.host_memory, memory.device_memory)
-    return training, RunPlan(training, opened, limits, engine.store.drives)
+    return training, plan_of(training, engine, device, engine.store.drives)
 
 
 def _named(settings: Settings, template: ChatTemplate) -> tuple[ModelChoice, DataSource]:

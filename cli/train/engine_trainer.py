@@ -10,6 +10,7 @@ import torch
 
 from cli.job.claim import claim
 from cli.job.job import Job
+from cli.job.machine import plan_of
 from cli.job.resolve import resolve
 from cli.job.resumed import check_same_run
 from cli.job.throughput import announcement
@@ -36,8 +37,7 @@ from common.units import format_bytes
 from fcdp.strategy.topology import Topology
 from fuyou import Engine, NonFiniteLoss
 from fuyou.layout.share import Share
-from fuyou.planner import RunPlan, profile_or_measure
-from fuyou.runtime.device import memory_limits, open_device
+from fuyou.planner import profile_or_measure
 
 _STEP = "step"  # Key in the engine's user state of what it does not report itself
 # Size of runs that are worth a measurement of the machine
@@ -154,15 +154,12 @@ def profile_once(job: Job, ranks: Share | None = None) -> None:
     The result is kept, so that it takes them once. ``ranks`` are all that will run, of which this is one.
     """
     drive_life = job.engine.store.drive_life
-    memory = job.engine.memory
     if not drive_life and (job.parameters < PROFILED_PARAMETERS or job.steps < PROFILED_STEPS):
         return
     plan = job.plan
     if plan is None:
         assert job.training is not None and ranks is not None
-        device = open_device(job.device)
-        limits = memory_limits(device, memory.host_memory, memory.device_memory, ranks.ranks_per_node)
-        plan = RunPlan(job.training.among(ranks), device, limits, job.ssd)
+        plan = plan_of(job.training.among(ranks), job.engine, job.device, job.ssd, ranks.ranks_per_node)
     try:
         if plan.limits[0] < PROFILED_HOST_BYTES:
             raise UserError(f"measuring takes {format_bytes(PROFILED_HOST_BYTES)} of host memory.")

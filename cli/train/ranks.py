@@ -48,12 +48,6 @@ from fuyou.runtime.ranks import share_of
 
 def train_rank(settings: Settings, rank: RankProcess) -> None:
     """Do the whole run, as this rank's part of it."""
-    with contextlib.ExitStack() as stack:
-        _train_rank(settings, rank, stack)
-
-
-def _train_rank(settings: Settings, rank: RankProcess, stack: contextlib.ExitStack) -> None:
-    """``stack`` has what is to be closed at the end, whether it is a good one or not."""
     is_first = LAUNCH not in os.environ and not rank.restarted  # else our launcher has checked this
     settings = decided(settings, checks=is_first)
     settings = dataclasses.replace(settings, gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -65,24 +59,25 @@ def _train_rank(settings: Settings, rank: RankProcess, stack: contextlib.ExitSta
         stored = EarlierRun.of(settings).dtype if settings.resume or rank.restarted else None
         dtype = dtype_of_all(stored, str(topology.device), all_gather_object)
         settings = dataclasses.replace(settings, dtype=dtype)
-    job = _prepare(settings, rank, store, stack)
-    if placement is not None and rank.is_rank0 and not rank.restarted:
-        print(f"nodes    {placement}", flush=True)
-    check_shared(job.output)
-    open_ = InMemoryTrainer if job.settings.in_memory else open_trainer
-    with activity("reading the weights, on every rank", announced=rank.is_rank0):
-        trainer = open_(job, topology, rank, launches)
-    try:
-        train(job, trainer, rank)
-    except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
-        if trainer.can_continue_after(error):
-            error.add_note(job.settings.how_to_continue)
-        raise
-    dist.barrier()
-    trainer.model.close()
-    topology.close()
-    dist.destroy_process_group()
-    job.close()
+    with contextlib.ExitStack() as stack:
+        job = _prepare(settings, rank, store, stack)
+        if placement is not None and rank.is_rank0 and not rank.restarted:
+            print(f"nodes    {placement}", flush=True)
+        check_shared(job.output)
+        open_ = InMemoryTrainer if job.settings.in_memory else open_trainer
+        with activity("reading the weights, on every rank", announced=rank.is_rank0):
+            trainer = open_(job, topology, rank, launches)
+        try:
+            train(job, trainer, rank)
+        except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
+            if trainer.can_continue_after(error):
+                error.add_note(job.settings.how_to_continue)
+            raise
+        dist.barrier()
+        trainer.model.close()
+        topology.close()
+        dist.destroy_process_group()
+        job.close()
 
 
 def _prepare(settings: Settings, rank: RankProcess, store: dist.Store, stack: contextlib.ExitStack) -> Job:

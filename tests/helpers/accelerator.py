@@ -83,7 +83,7 @@ class QueuedDevice(Device):
             return copy(target, source, *options, **named)
 
         monkeypatch.setattr(torch.Tensor, "copy_", strictly_copied)
-        for module in ("fuyou.engine.opening", "cli.job.resolve"):
+        for module in ("fuyou.engine.opening", "cli.job.machine"):
             if module in sys.modules:
                 monkeypatch.setattr(f"{module}.open_device", lambda name: device)
         monkeypatch.setattr(StepComputation, "_run", run)

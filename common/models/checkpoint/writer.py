@@ -366,13 +366,11 @@ def _untied(config: PreTrainedConfig, model: PreTrainedModel) -> PreTrainedModel
     return untied
 
 
-def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+def copy_tokenizer_files(source: Path, folder: Path) -> None:
     """Copy a checkpoint's tokenizer, chat templates and processor into a folder whose files are moved into place
-    later; return the names of what was copied."""
-    files = tokenizer_files(source)
-    for path in files:
+    later."""
+    for path in tokenizer_files(source):
         copy_into(folder, path)
-    return [path.name for path in files]
 
 
 def digest_of(file: Path) -> str:

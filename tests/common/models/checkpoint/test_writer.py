@@ -158,7 +158,7 @@ def test_tokenizer_files(tmp_path):
     for name in [*wanted, "additional_chat_templates/tool.jinja", "model.safetensors", "README.md"]:
         (source / name).write_text(name)
     target.mkdir()
-    assert copy_tokenizer_files(source, target) == sorted([*wanted, "additional_chat_templates"])
+    copy_tokenizer_files(source, target)
     assert {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()} == {
         *wanted, "additional_chat_templates/tool.jinja",
     }  # fmt: skip
