@@ -50,15 +50,24 @@ _failures: list[str] = []  # Why PyTorch could not compile a function; after tha
 
 def run_fused(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:
     """Run ``function``: on CUDA compiled, unless compiling has failed, which is reported once."""
-    if kernels_of(device) == "cuda" and not _failures:
-        try:
-            _compiled(function, *_specialized(arguments))(*arguments)
-            return
-        except Exception as error:  # Dynamo, Inductor, Triton, or a missing compiler
-            _failures.append(f"{type(error).__name__}: {error}")
-            fuses.cache_clear()  # from now on, large matrices are decoded in parts
-            warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=3)
-    function(*arguments)
+    if not try_fused(function, device, *arguments):
+        function(*arguments)
+
+
+def try_fused(function: Callable[..., None], device: torch.device, *arguments: Any) -> bool:
+    """Run ``function`` compiled; False: PyTorch cannot compile, and nothing was written."""
+    if kernels_of(device) != "cuda" or _failures:
+        return False
+    try:
+        _compiled(function, *_specialized(arguments))(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Dynamo, Inductor, Triton, or a missing compiler
+        _failures.append(f"{type(error).__name__}: {error}")
+        fuses.cache_clear()  # from now on, large matrices are decoded in parts
+        warnings.warn(f"Quantization runs uncompiled: torch.compile failed ({_failures[0]}).", stacklevel=4)
+        return False
+    return True
 
 
 @functools.cache

@@ -75,11 +75,13 @@ class FrozenDtype(Enum):
         self, flat: torch.Tensor, matrices: int, payload: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the matrices' elements ``[r, n]`` and the bytes for them ``[r, bytes]``, a few rows at a time."""
-        most = _rows_at_once(flat.device)
         start = 0
         position = 0
         while start < matrices:
             elements = min(ROW_ELEMENTS, matrices - start)
+            most = _rows_at_once(flat.device)
+            if not start:  # few: if PyTorch cannot compile what decodes them, that is known before the rest
+                most = min(most, ROWS_ON_ACCELERATORS)
             rows = min(most, (matrices - start) // elements)
             nbytes = self._row_nbytes(elements, flat.dtype)
             part = flat[start : start + rows * elements]

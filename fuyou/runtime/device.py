@@ -190,8 +190,10 @@ class CudaDevice(Device):
             self._streams[task.op].wait_event(event)
         elif task.op is Op.COMPUTE:
             self._computing.wait_event(event)
-        else:
-            event.synchronize()  # the CPU, or an SSD, is about to touch the bytes
+        else:  # the CPU, or an SSD, is about to touch the bytes
+            # A thread's current device is GPU 0, where waiting would make a context that takes half a GiB.
+            with torch.cuda.device(self.torch_device):
+                event.synchronize()
 
     def begin_compute(self, task: Task) -> None:
         self._enter()

@@ -88,6 +88,17 @@ def test_where_compiling_fails_one_warning_names_the_reason(monkeypatch: pytest.
     quantization._compiled.cache_clear()
 
 
+def test_running_out_of_memory_is_no_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(quantization, "_failures", [])
+    with force_kernels("cuda"), pytest.raises(torch.OutOfMemoryError):
+        quantization.run_fused(function, torch.device("cpu"), torch.zeros(3))
+    assert not quantization._failures
+
+
 def test_more_shapes_than_pytorch_compiles_one_function_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit is 8; each of these has another number of dimensions, or one of size 1."""
     compiler = torch.compile

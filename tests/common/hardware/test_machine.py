@@ -193,7 +193,9 @@ def test_why_a_gpu_cannot_be_used_is_named(built: bool, cause: str, spec: str, m
     assert hardware.pick_gpu("cpu") is None
 
 
-@pytest.mark.parametrize("file", ["proc/driver/nvidia/gpus/0000:01:00.0", "dev/nvidia0", "dev/nvidiactl", None])
+@pytest.mark.parametrize("file", [
+    "proc/driver/nvidia/gpus/0000:01:00.0", "dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1", "dev/nvidiactl", None
+])  # fmt: skip
 @pytest.mark.parametrize("visible", [None, "0", "GPU-1", "", "-1", "NoDevFiles"])
 def test_a_gpu_that_the_system_has(
     visible: str | None, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

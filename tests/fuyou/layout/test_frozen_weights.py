@@ -1,14 +1,18 @@
 """Frozen weights in fewer bits: what they become, and that the engine computes with just that."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from common import quantization
 from common.errors import UserError
+from common.hardware import force_kernels
 from common.memory.buffers import PAGE
 from common.models.adapters.options import AdapterOptions
 from fuyou.layout import frozen_weights
@@ -52,6 +56,39 @@ def test_rows_decoded_together_are_the_same(kept: FrozenDtype, monkeypatch: pyte
     monkeypatch.setattr(frozen_weights, "_rows_at_once", lambda device: 2)
     kept.decode(payload, matrices, together)
     assert torch.equal(one_by_one, together) and together.any()
+
+
+@pytest.mark.parametrize("kept", [FrozenDtype.INT8, FrozenDtype.NF4])
+def test_a_late_failure_to_compile_decodes_few_rows_at_once(kept: FrozenDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small function compiles, and what decodes does not: memory for more rows is in no plan."""
+    monkeypatch.setattr(frozen_weights, "ROW_ELEMENTS", 4096)
+    matrices = 30 * 4096
+    flat = torch.randn(matrices, generator=torch.Generator().manual_seed(0)).bfloat16()
+    payload = torch.empty(kept.used_nbytes(matrices, 0, flat.dtype), dtype=torch.uint8)
+    kept.encode(flat, matrices, payload)
+    expected, back = torch.zeros_like(flat), torch.zeros_like(flat)
+    kept.decode(payload, matrices, expected)
+    rows = []
+
+    def compiled(function: Callable[..., None], *_: object) -> Callable[..., None]:
+        if function is quantization._try:
+            return function
+        raise RuntimeError("no registers left")
+
+    def noted(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:
+        run(function, device, *arguments)
+        rows.extend(len(each) for each in arguments if each is not None and getattr(each, "dtype", 0) == flat.dtype)
+
+    run = quantization.run_fused
+    monkeypatch.setattr(quantization, "_compiled", compiled)
+    monkeypatch.setattr(quantization, "run_fused", noted)
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization.fuses.cache_clear()
+    with force_kernels("cuda"), pytest.warns(UserWarning, match="no registers left"):
+        kept.decode(payload, matrices, back)
+    quantization.fuses.cache_clear()
+    assert torch.equal(back, expected)
+    assert max(rows) == frozen_weights.ROWS_ON_ACCELERATORS and sum(rows) == 30
 
 
 @pytest.mark.parametrize(("family", "name", "dtype"), [("llama", "int8", "bf16"), ("gpt2", "nf4", "fp32")])

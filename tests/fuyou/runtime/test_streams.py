@@ -84,6 +84,26 @@ def test_nothing_computes_in_the_default_stream(cuda: Any) -> None:
     assert event in computing.waited
 
 
+def test_a_lane_waits_with_the_engines_gpu_current(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's current device is GPU 0: waiting there would make a context on it."""
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    class OnItsDevice(Event):
+        def synchronize(self) -> None:
+            assert entered == [torch.device("cuda", 1)]
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    device, task = CudaDevice(1), Work()
+    task.op = Op.PARAMETER_WRITE
+    device.wait_event(task, OnItsDevice())  # type: ignore[arg-type]
+
+
 def test_a_read_past_the_host_ends_while_computing_is_queued(
     cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ import torch
 from common.hardware import kernels_of
 from common.models.checkpoint.compressed.gguf_blocks import BLOCKS
 from common.models.checkpoint.shards import DTYPES
-from common.quantization import NF4_VALUES, fuses, run_fused
+from common.quantization import NF4_VALUES, fuses, try_fused
 
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements that a CPU decodes at once: temporary memory is below 20 bytes for each of these."""
@@ -172,9 +172,9 @@ class CompressedTensor:
         settings = self.codes, self.block, self.dtype
         if len(leading) < 2 and fuses(out.device):
             whole = out.view(count, rows, columns)
-            scales = self._nested_scales(components, scales, 0, rows)
-            run_fused(_decode, out.device, table, codes, scales, zeros, divisor, 0, *settings, whole)
-            return
+            nested = self._nested_scales(components, scales, 0, rows)
+            if try_fused(_decode, out.device, table, codes, nested, zeros, divisor, 0, *settings, whole):
+                return
         step = max(1, CHUNK_ELEMENTS * (1 if kernels_of(out.device) == "cpu" else 8) // columns)
         for index, target in enumerate(_matrices(out)):
             matrix = slice(index, index + 1)

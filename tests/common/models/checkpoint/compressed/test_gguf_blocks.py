@@ -1,5 +1,7 @@
 """Blocks of GGUF types decode to the numbers that the package gguf makes of them, bit for bit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,33 @@ def test_compiled_bits_are_the_same_for_all_types_of_one_file(monkeypatch: pytes
             assert_same_bits(out, expected)
     quantization.fuses.cache_clear()
     assert not quantization._failures
+
+
+def test_a_late_failure_to_compile_decodes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small function compiles, and this one does not: memory to decode all at once is in no plan."""
+    tensor, data, expected = random_matrix("Q4_K", 64)
+    out = torch.empty(64, 1024)
+    decode, rows = tensors._decode, []
+
+    def compiled(function: Any, *_: object) -> Any:
+        if function is quantization._try:
+            return function
+        raise RuntimeError("no registers left")
+
+    def noted(*arguments: Any) -> None:
+        rows.append(arguments[-1].shape[1])
+        decode(*arguments)
+
+    monkeypatch.setattr(tensors, "CHUNK_ELEMENTS", 1024)  # and 8 times as many on an accelerator
+    monkeypatch.setattr(tensors, "_decode", noted)
+    monkeypatch.setattr(quantization, "_compiled", compiled)
+    monkeypatch.setattr(quantization, "_failures", [])
+    quantization.fuses.cache_clear()
+    with force_kernels("cuda"), pytest.warns(UserWarning, match="no registers left"):
+        tensor.decode({"codes": torch.from_numpy(data)}, out)
+    quantization.fuses.cache_clear()
+    assert_same_bits(out, expected)
+    assert rows == [8] * 8
 
 
 def test_rows_that_are_no_whole_blocks_are_refused() -> None:
