@@ -245,7 +245,11 @@ class _Facade(PreTrainedModel):
         self._streamed.engine.save_pretrained(Path(save_directory))
 
     def to(self, *_: Any, **__: Any) -> "_Facade":  # type: ignore[override]
-        """Stay where it is: the engine knows where it computes."""
+        """Stay where it is: the engine knows where it computes. Of several GPUs, a trainer is to use none itself: it
+        would wrap this in DataParallel, and multiply the batch."""
+        trainer = sys._getframe(1).f_locals.get("self")
+        if isinstance(trainer, Trainer):
+            trainer.args._n_gpu = min(1, trainer.args.n_gpu)
         return self
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:

@@ -62,6 +62,17 @@ def test_the_engine_has_each_output_that_trl_reads() -> None:
     assert {field.name for field in fields(FusedOutput)} - {"loss", "label_mask", "aux_loss"} <= set(OUTPUTS)
 
 
+def test_a_trainer_that_sees_two_gpus_uses_none_itself(checkpoints: Path, tmp_path: Path) -> None:
+    """It would wrap the model in DataParallel, and take batches of twice the size."""
+    with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
+        args = arguments(TrainingArguments, tmp_path)
+        args._n_gpu = 2
+        model = as_model(trained)
+        trainer = Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
+        assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 4
+        assert trainer._wrap_model(model) is model
+
+
 def figures(trainer: Trainer) -> list[dict[str, float]]:
     """Everything that a trainer has logged, but times."""
     no = ("runtime", "per_second", "flos")
