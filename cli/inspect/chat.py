@@ -28,6 +28,7 @@ from common.models.task_type import task_type_of
 from common.units import format_bytes
 
 MOST_TOKENS = 1024
+_WORKING_BYTES = 2 << 30  # Device memory for keys and values of a conversation, logits, and CUDA's libraries
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")  # Tasks of adapters, as peft names them
 
 
@@ -91,7 +92,7 @@ def _tokenizer(companions: Companions, config: PreTrainedConfig) -> Any:
 def _model(checkpoint: Path, adapter: SavedAdapter | None) -> Any:
     tensors = CompressedShards(checkpoint).tensors.values()
     need = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors)
-    on_gpu = torch.cuda.is_available() and need < torch.cuda.mem_get_info()[0]
+    on_gpu = torch.cuda.is_available() and need + _WORKING_BYTES < torch.cuda.mem_get_info()[0]
     if not on_gpu and need > memory_available_bytes():
         raise UserError(
             f"{checkpoint} takes {format_bytes(need)}, and {format_bytes(memory_available_bytes())} of memory are "

@@ -64,6 +64,20 @@ def test_answers(
     assert done.out == "".join(f"{answer}\n" for answer in expected(model, tokenizer))
 
 
+def test_a_gpu_that_holds_the_weights_alone_is_not_taken(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of the conversation take memory, too."""
+    save_with_context(checkpoint, tmp_path / "model", 128)
+    weights = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (weights + (1 << 30), 8 << 30))
+    monkeypatch.setattr(chat, "MOST_TOKENS", 3)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Two"))
+    done = finetune("chat", "--model", tmp_path / "model")
+    assert done.status == 0, done.err
+
+
 def test_says_where_an_answer_is_cut(
     finetune: Finetune, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
