@@ -186,7 +186,9 @@ class _ChunkCall(NamedTuple):
 
     def _sequences(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> varlen.Sequences:
         if tile.kind == "documents":
-            return varlen.Sequences.of_documents((0, *self.view.starts, q.shape[2]), q.shape[0], q.device)
+            first, end = tile.queries.start, tile.queries.stop
+            inside = (start - first for start in self.view.starts if first < start < end)
+            return varlen.Sequences.of_documents((0, *inside, end - first), q.shape[0], q.device)
         return varlen.Sequences.of_rows(q, k, tile.kind != "full")
 
     def _scores(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -299,8 +301,8 @@ def _attention_by_chunk_backward(
     sums = statistics_dtype(query)
     tiles = list(cut_into_tiles(call.view, query.shape[2], call.way))
     to_query = torch.zeros_like(query, dtype=query.dtype if covered_once(tiles, query.shape[2]) else sums)
-    # Without a window, a key is in one tile: its gradient is no sum.
-    dtype = sums if call.view.window and len(tiles) > 1 else key.dtype
+    # Without a window, or in whole documents, a key is in one tile: its gradient is no sum.
+    dtype = sums if call.view.window and len(tiles) > 1 and tiles[0].kind != "documents" else key.dtype
     to_key, to_value = (torch.zeros_like(each[:, :, first:], dtype=dtype) for each in (key, value))
     flowing, result, logarithms = (each.transpose(1, 2) for each in (gradient, result, logarithms))
     for tile in tiles:

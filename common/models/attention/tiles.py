@@ -10,6 +10,9 @@ import torch
 
 KEYS = 4096  # Keys of a tile, where a kernel computes it
 SCORES = 2**20  # Scores of a tile and head, where products compute it
+# Tokens of which CUDA's flash kernel keeps fp32 sums for each document of a call, besides its own, in the backward pass
+_DOCUMENT_TOKENS = 128
+_LEAST_DOCUMENTS = 32  # Documents of a call, however short all are
 _BANDED_QUERIES = 256  # Queries that share a mask on a CPU, where a window hides some of their keys
 
 
@@ -19,7 +22,7 @@ class Tile(NamedTuple):
     queries: slice
     keys: slice
     # "full": all see all; "causal": both are the same tokens; "banded": what they see differs; "documents": the same
-    # tokens, all there are, of several documents
+    # tokens, of several whole documents
     kind: str
 
 
@@ -67,7 +70,11 @@ def cut_into_tiles(view: View, queries: int, way: str) -> Iterator[Tile]:
         way: ``"cpu"`` or ``"cuda"``: with that device's kernels; ``"products"``: one matrix product at a time.
     """
     if way == "cuda" and view.starts and not view.past:
-        yield Tile(slice(0, queries), slice(0, queries), "documents")
+        # No more in a call than would double its sums
+        most = max(_LEAST_DOCUMENTS, queries // _DOCUMENT_TOKENS)
+        borders = [0, *view.starts[most - 1 :: most], queries]
+        for tokens in itertools.starmap(slice, itertools.pairwise(borders)):
+            yield Tile(tokens, tokens, "documents")
         return
     step = queries
     if view.window and view.window < view.past + queries and way != "cuda":

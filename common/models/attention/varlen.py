@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
         return Sequences(ends * queries, ends * keys, queries, keys, causal)
 
     @staticmethod
-    @lru_cache(maxsize=2)  # one copy to the device does for all layers
+    @lru_cache(maxsize=16)  # one copy to the device does for all layers; of each call, if documents share several
     def of_documents(starts: tuple[int, ...], rows: int, device: torch.device) -> "Sequences":
         """Return the documents of ``rows`` rows, whose first tokens, and the end of a row, are ``starts``.
 

@@ -1,12 +1,14 @@
 """Attention cut at documents against attention over whole rows with a mask."""
 
+from typing import Any
+
 import psutil
 import pytest
 import torch
 from torch import nn
 
 from common.data.documents import Documents, separate_documents
-from common.models.attention import tiles
+from common.models.attention import tiles, varlen
 from common.models.attention.chunked import attend as attend_by_chunk
 from common.models.attention.documents import _by_document
 from tests.helpers.cuda_branch import cuda_branch
@@ -80,6 +82,26 @@ def test_cudas_branch_takes_values_of_another_width(window: int) -> None:
     with cuda_branch():
         for ours, theirs in zip(attend(inputs, window), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_cudas_calls_take_no_more_memory_for_short_documents(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each document of a call, the backward pass has fp32 sums of 128 tokens more."""
+    monkeypatch.setattr(tiles, "_LEAST_DOCUMENTS", 2)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, 37, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    expected = attend(inputs, window)
+    backward, documents = varlen.attend_backward, []
+
+    def noted(*arguments: Any) -> Any:
+        documents.append(len(arguments[6].starts) - 1)
+        return backward(*arguments)
+
+    monkeypatch.setattr(varlen, "attend_backward", noted)
+    with cuda_branch():
+        for ours, theirs in zip(attend(inputs, window), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert max(documents) == 2 and sum(documents) == int((positions() == 0).sum())
 
 
 def test_one_operator_whose_shapes_do_not_depend_on_the_documents() -> None:
