@@ -2,13 +2,14 @@
 
     python scripts/gpu_check.py --ssd DIR --output DIR --device-memory 24GiB --minutes 9
 
-Sections, those first that say whether the numbers are right: ``machine`` (``finetune check``), ``exactness`` (the
-engine against a plain in-memory loop on the GPU), ``command`` (``finetune`` on packed chats: on the GPU and on the CPU,
-killed and resumed, in pieces, int8, nf4, FP8, kvikio, memory at its limit), ``ranks`` (FCDP, two ranks on the one GPU),
-``limits`` (``finetune profile``), ``engine:PRESET`` (training speed at several batch sizes, what bounds it, and the
-GPU's timeline). Each runs in a separate process and gets its share of the time that is left, so that neither a crash
-nor a slow section costs the others their figures. results.json and results.md in the output directory grow as figures
-come in.
+Sections, those first that say whether the numbers are right: ``versions``, ``command`` (``finetune`` on packed chats in
+bf16: on the GPU and on the CPU, killed and resumed, in pieces, int8, nf4, FP8, kvikio, memory at its limit),
+``exactness`` (the engine against a plain in-memory loop on the GPU), ``speed`` (LoRA of Llama-3-8B, measured and as
+``finetune plan`` plans it), ``ranks`` (FCDP, two ranks on the one GPU, over gloo), ``nccl`` (its calls, and FCDP where
+there are two GPUs), ``engine:PRESET`` (training speed at several batch sizes, what bounds it, and the GPU's timeline),
+``machine`` (``finetune check``), ``limits`` (``finetune profile``). Each runs in a separate process and gets the least
+time that it needs and its share of what is left, so that neither a crash nor a slow section costs the others their
+figures. Each row is printed as soon as it is there; results.json and results.md in the output directory grow with it.
 
 ``--device cpu --quick`` runs everything that needs no GPU on tiny models: it tests this script, and measures nothing.
 
@@ -32,10 +33,15 @@ import click
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # not installed: run from a checkout
 
-from gpu.journal import DATA_PREFIX, ROOT, Check, Journal, Settings, Skip, describe
+from gpu.journal import DATA_PREFIX, ROOT, STORE_BYTES, Check, Journal, Settings, Skip, describe
 
-SHARES = {"machine": 1.0, "exactness": 5.0, "command": 6.0, "ranks": 2.0, "limits": 2.0, "engine": 7.0}
-"""Shares of the time. What a section leaves goes to those after it."""
+LEAST_S = {
+    "versions": 15.0, "command": 90.0, "exactness": 70.0, "speed": 90.0, "ranks": 35.0, "nccl": 15.0, "engine": 60.0,
+    "machine": 45.0, "limits": 35.0,
+}  # fmt: skip
+"""Least seconds of a section, while there are so many, in the order in which they run."""
+SHARES = {"command": 3.0, "exactness": 3.0, "speed": 2.0, "ranks": 1.0, "engine": 3.0}
+"""Shares of the rest of the time. What a section leaves goes to those after it."""
 LARGER = {"gpt3-13b": 12.9e9, "gpt3-6.7b": 6.7e9, "gpt3-2.7b": 2.7e9}
 """Larger models by their parameters, the largest first."""
 GRACE_S = 20.0  # How long after its time a section is stopped by force
@@ -78,18 +84,20 @@ def main(
 
 
 def usual_presets(ssd: Path) -> tuple[str, ...]:
-    """Names of the models that are trained: a small one, and the largest that the drive holds in one slot."""
+    """Names of the models that are trained: a small one, and the largest that the drive holds."""
     free = shutil.disk_usage(ssd).free - (6 << 30)
-    larger = (name for name, parameters in LARGER.items() if 12.1 * parameters < free)
+    larger = (name for name, parameters in LARGER.items() if STORE_BYTES * parameters < free)
     return ("gpt3-1.3b", *list(larger)[:1])
 
 
 def planned(settings: Settings, wanted: list[str] | None) -> list[str]:
     """Names of the sections to run, in order."""
-    names = ["machine", "exactness", "command", "ranks", "limits", *(f"engine:{preset}" for preset in settings.presets)]
+    names = []
+    for kind in LEAST_S:
+        names += [f"engine:{preset}" for preset in settings.presets] if kind == "engine" else [kind]
     if wanted is None:
         return names
-    unknown = [name for name in wanted if name not in names and name not in SHARES]
+    unknown = [name for name in wanted if name not in names and name not in LEAST_S]
     if unknown:
         raise click.UsageError(f"--sections: {', '.join(unknown)} is none of {', '.join(names)}.")
     return [name for name in names if name in wanted or name.partition(":")[0] in wanted]
@@ -105,19 +113,26 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
     journal.write({**results, "command": settings.command, "date": date.today().isoformat()})
     failed = 0
     for position, name in enumerate(names):
-        shares = [SHARES[other.partition(":")[0]] for other in names[position:]]
-        left = end - RESERVE_S - time.time()
+        now = time.time()
+        left = end - RESERVE_S - now
         if left < 10:
             journal.update(name, status="skipped", why="out of time")
             continue
-        now = time.time()
-        status = supervised(name, settings.until(now + left * shares[0] / sum(shares)), end, journal)
+        status = supervised(name, settings.until(now + seconds_of(names[position:], left)), end, journal)
         print(f"[{time.time() - now:6.1f} s] {name}: {status}", flush=True)
         failed += status not in ("done", "skipped")
     remove_data(Path(settings.ssd))
     print("\n" + (Path(settings.output) / "results.md").read_text(), flush=True)
     print(f"Send back {settings.output}: results.md and results.json, and what was printed above if something failed.")
     return 1 if failed else 0
+
+
+def seconds_of(names: list[str], left: float) -> float:
+    """Return the time of the first of these sections, if ``left`` seconds are left for all."""
+    kinds = [name.partition(":")[0] for name in names]
+    spare = max(0.0, left - sum(LEAST_S[kind] for kind in kinds))
+    shares = [SHARES.get(kind, 0.0) for kind in kinds]
+    return min(left, LEAST_S[kinds[0]] + spare * shares[0] / (sum(shares) or 1.0))
 
 
 def supervised(name: str, settings: Settings, end: float, journal: Journal) -> str:
@@ -153,7 +168,7 @@ def supervised(name: str, settings: Settings, end: float, journal: Journal) -> s
 
 def section(name: str, settings: Settings) -> int:
     """Run one section in this process, and write down how it ended."""
-    modules = {"engine": "presets", "limits": "machine"}
+    modules = {"engine": "presets", "limits": "machine", "versions": "machine", "nccl": "ranks"}
     kind = name.partition(":")[0]
     check, journal = Check(name, settings), Journal(Path(settings.output))
     try:

@@ -6,11 +6,14 @@ difference is kept, and that between two runs of the plain loop itself.
 
 import dataclasses
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,17 +103,34 @@ def run(check: Check) -> None:
         for case in todo:
             check.add("cases", **compare(case, *arguments))
         return
-    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        begun = [pool.submit(compare, case, *arguments, check.settings.deadline) for case in todo]
-        for case, future in ((todo[begun.index(future)], future) for future in as_completed(begun)):
+    unfinished = list(todo)
+    with suppress(BrokenProcessPool), _workers(WORKERS) as pool:
+        begun = {pool.submit(compare, case, *arguments, check.settings.deadline): case for case in todo}
+        for future in as_completed(begun):
+            check.add("cases", **future.result())
+            unfinished.remove(begun[future])
+
+    def alone(case: Case) -> dict[str, Any]:
+        with _workers(1) as fresh:
+            return fresh.submit(compare, case, *arguments, check.settings.deadline, alone=True).result()
+
+    # After a worker has died, those that had not ended have a process each: one that dies again costs no other.
+    with ThreadPoolExecutor(WORKERS) as threads:
+        again = {threads.submit(alone, case): case for case in unfinished}
+        for rerun in as_completed(again):
             try:
-                check.add("cases", **future.result())
-            except Exception as error:  # a worker that died takes the pool with it
-                check.add("cases", name=case.name, verdict="failed", why=describe(error))
+                check.add("cases", **rerun.result())
+            except BrokenProcessPool as error:
+                check.add("cases", name=again[rerun].name, verdict="failed", why=describe(error))
 
 
-def compare(case: Case, device: str, ssd: str, deadline: float = float("inf")) -> dict[str, Any]:
-    """Run one case; return a row of the table in any case."""
+def _workers(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def compare(case: Case, device: str, ssd: str, deadline: float = float("inf"), alone: bool = False) -> dict[str, Any]:
+    """Run one case; return a row of the table in any case. End the process if the device can do nothing more, unless it
+    is ``alone`` for this case: all later calls would fail, too."""
     row: dict[str, Any] = {"name": case.name, "dtype": case.dtype, "micro_batch": case.micro_batch}
     if time.time() > deadline - 15:
         return {**row, "verdict": "not run", "why": "out of time"}
@@ -131,10 +151,21 @@ def compare(case: Case, device: str, ssd: str, deadline: float = float("inf")) -
         raise AssertionError
     except Exception as error:
         print(case.name, traceback.format_exc(), flush=True)
+        if not alone and device.startswith("cuda") and _is_lost(device):
+            os._exit(1)
         return {**row, "verdict": "failed", "why": describe(error), "seconds": time.monotonic() - began}
     finally:
         torch.use_deterministic_algorithms(False)
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _is_lost(device: str) -> bool:
+    """Return whether an error of a kernel stays with this process."""
+    try:
+        torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
 
 
 def _run(case: Case, device: str, root: Path) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from gpu.report import render
 ROOT = Path(__file__).resolve().parents[2]
 DATA_PREFIX = "gpu-check-data-"
 """Everything that sections write to the drive has a name that begins with this, and is removed again."""
+STORE_BYTES = 24.1
+"""Bytes on the drive for each parameter of a model that is trained in full: two slots, and gradients."""
+_PRINTED = ("name", "verdict", "batch", "seconds", "tokens_per_second", "planned", "ratio", "why")
 
 
 class Skip(Exception):
@@ -96,9 +101,12 @@ class Check:
         self._save()
 
     def add(self, table: str, **row: Any) -> None:
-        """Keep one row of a table."""
-        self.data.setdefault(table, []).append(row)
+        """Keep one row of a table, and print it; of several rows of one name the last counts."""
+        rows = self.data.setdefault(table, [])
+        rows[:] = [other for other in rows if "name" not in row or other.get("name") != row["name"]]
+        rows.append(row)
         self._save()
+        print(f"    {self.name}: " + ", ".join(str(row[name]) for name in _PRINTED if name in row), flush=True)
 
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
         """Keep what ``work`` returns; if it fails, keep why and return None."""
@@ -129,6 +137,29 @@ class Check:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
+
+    def command(self, name: str, words: Sequence[Any], part: float = 1.0, **options: Any) -> str:
+        """Run ``finetune`` with ``words`` for this part of the time at most; keep and return what it prints, also of one
+        that fails or takes too long."""
+        log = self.output / f"{self.name.replace(':', '-')}-{name}.log"
+        command = [sys.executable, *(options.pop("start", ("-m", "cli.main"))), *map(str, words)]
+        try:
+            with log.open("w") as file:
+                done = subprocess.run(
+                    command,
+                    stdout=file,
+                    stderr=file,
+                    cwd=ROOT,
+                    timeout=max(10.0, part * self.left()),
+                    check=False,
+                    **options,
+                )
+        finally:
+            text = log.read_text()
+            self.note(**{name: text})
+        if done.returncode:
+            raise RuntimeError(f"exit status {done.returncode}: {text[-300:]}")
+        return text
 
     def _save(self) -> None:
         self._journal.update(self.name, data=self.data)

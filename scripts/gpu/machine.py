@@ -1,17 +1,42 @@
-"""What the machine is, and what it can do at most: what ``finetune check`` and ``finetune profile`` say."""
+"""What the machine is and can do at most: versions, and what ``finetune check`` and ``finetune profile`` say."""
 
+import importlib.metadata
+import platform
+import shutil
 import subprocess
-import sys
 
-from gpu.journal import ROOT, Check
+import torch
+
+from gpu.journal import Check
+
+_PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "kvikio-cu13", "kvikio-cu12")
 
 
 def run(check: Check) -> None:
-    words = {"machine": ["--check", "--ssd", check.ssd], "limits": ["--profile", "--output", check.directory("limits")]}
-    if check.name == "limits":
-        words["limits"] += ["--gpu", check.settings.device.rpartition(":")[2]]
-    command = [sys.executable, "-m", "cli.main", *map(str, words[check.name])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=max(10.0, check.left()))
-    check.note(text=done.stdout + done.stderr)
-    if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}: {done.stderr[-300:]}")
+    match check.name:
+        case "versions":
+            versions(check)
+        case "machine":
+            check.command("text", ("check", "--ssd", check.ssd))
+        case "limits":
+            gpu = check.settings.device.rpartition(":")[2]
+            check.command("text", ("profile", "--output", check.directory("limits"), "--gpu", gpu))
+
+
+def versions(check: Check) -> None:
+    """Keep what explains a failure of all that follows."""
+    check.note(python=platform.python_version(), kernel=platform.release())
+    for name in _PACKAGES:
+        check.attempt(name, lambda name=name: importlib.metadata.version(name))  # type: ignore[misc]
+    check.note(compilers=" ".join(filter(None, map(shutil.which, ("cc", "g++")))) or "none")
+    if not check.cuda:
+        return
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv"]
+    check.attempt("driver", lambda: subprocess.run(query, capture_output=True, text=True, timeout=20).stdout)
+    device = torch.device(check.settings.device)
+    capability = torch.cuda.get_device_capability(device)
+    check.note(
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())), capability=list(capability),
+        name=torch.cuda.get_device_name(device), built_for=" ".join(torch.cuda.get_arch_list()),
+        sum=float(torch.ones(8, device=device).sum()),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from common.models.checkpoint.random_source import RandomSource
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.units import format_bytes
-from gpu.journal import DATA_PREFIX, Check, Settings, Skip, describe
+from gpu.journal import DATA_PREFIX, STORE_BYTES, Check, Settings, Skip, describe
 from gpu.profiling import profile_step
 
 RUN_NAME = f"{DATA_PREFIX}store"
@@ -33,10 +33,10 @@ def run(check: Check) -> None:
     parameters = sum(p.numel() for p in build_meta_model(config).parameters())
     clear_stores(check.ssd)
     free = shutil.disk_usage(check.ssd).free - (0 if check.settings.quick else RESERVE_BYTES)
-    if free < 24.1 * parameters:
-        raise Skip(f"{preset} needs {format_bytes(24 * parameters)} on the drive")
+    if free < STORE_BYTES * parameters:
+        raise Skip(f"{preset} needs {format_bytes(int(STORE_BYTES * parameters))} on the drive")
     check.note(
-        largest_parameters=free / 24.1,
+        largest_parameters=free / STORE_BYTES,
         preset=preset, parameters=parameters, seq_len=check.settings.seq_len,
         device_memory=check.settings.device_memory or "all", host_memory=check.settings.host_memory or "available",
     )  # fmt: skip

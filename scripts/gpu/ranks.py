@@ -1,6 +1,9 @@
 """FCDP with two ranks, each a node, on the one device over gloo: exactness with CUDA streams in play, a hunt for races
 in which copies come late, and the time of a load from the host cache next to that of a plain pinned copy.
 
+NCCL refuses two ranks on one GPU. With one, its section makes the calls that training makes in a group of one rank;
+with two GPUs or more, it is FCDP with a rank on each of the first two.
+
 A sum of two numbers has one order, so losses and weights must equal those of an ordinary loop to the bit.
 """
 
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 import fcdp
 from common.communication import all_gather_object
 from fcdp.cache import cached_shards
-from gpu.journal import Check
+from gpu.journal import Check, Skip
 
 WORLD = 2
 STEPS = 5
@@ -65,9 +69,16 @@ def run(check: Check) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    nccl = check.name == "nccl"
+    if nccl and not check.cuda:
+        raise Skip("no CUDA")
+    if nccl:
+        call_nccl(check, port)
+    if nccl and torch.cuda.device_count() < WORLD:
+        return
     rows: Any = multiprocessing.get_context("spawn").SimpleQueue()
     settings = check.settings
-    words = (port, settings.device, settings.quick, settings.deadline, rows)
+    words = (port, None if nccl else settings.device, settings.quick, settings.deadline, rows)
     method = "spawn" if check.cuda else "fork"  # CUDA does not survive a fork; without it, that is seconds faster
     ranks: Any = start_processes(_rank, words, WORLD, join=False, start_method=method)
     ended = False
@@ -81,14 +92,45 @@ def run(check: Check) -> None:
                 check.note(load=row)
 
 
-def _rank(rank: int, port: int, device_name: str, quick: bool, deadline: float, rows: Any) -> None:
+def call_nccl(check: Check, port: int) -> None:
+    """Make the calls of training with NCCL in a group of one rank; each is kept when it has ended."""
+    device = torch.device(check.settings.device)
+    torch.cuda.set_device(device)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("cuda:nccl,cpu:gloo", init_method=where, rank=0, world_size=1)
+    group = dist.new_group([0], timeout=timedelta(seconds=20))
+    sent, received = (torch.full((1 << 20,), value, device=device) for value in (1.0, 0.0))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(received, sent, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(received, sent, group=group),
+        "all_reduce": lambda: dist.all_reduce(received, group=group),
+        "broadcast": lambda: dist.broadcast(received, 0, group=group),
+        "barrier": dist.barrier,
+    }
+    for name, call in calls.items():
+        received.zero_()
+
+        def checked(
+            call: Callable[[], Any] = call, nothing: bool = name in ("all_reduce", "broadcast", "barrier")
+        ) -> str:
+            call()
+            torch.cuda.synchronize(device)
+            return "right" if torch.equal(received, torch.zeros_like(sent) if nothing else sent) else "wrong"
+
+        check.attempt(name, checked)
+    dist.destroy_process_group()
+
+
+def _rank(rank: int, port: int, device_name: str | None, quick: bool, deadline: float, rows: Any) -> None:
+    """Be one of two ranks, on the device, or on a GPU for each over NCCL."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    device = torch.device(device_name)
+    device = torch.device(device_name or f"cuda:{rank}")
+    backend = "gloo" if device_name else "cuda:nccl,cpu:gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     topology = fcdp.Topology(WORLD, 1, device=device)
     for case in cases(quick):
         in_time = all(all_gather_object(time.time() < deadline - 15))

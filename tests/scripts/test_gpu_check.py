@@ -58,26 +58,105 @@ def test_the_script_starts_on_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str, Any], str]]) -> None:
-    status, sections, report = check("--sections", "exactness,command,ranks,engine")
+    status, sections, report = check("--sections", "exactness,command,ranks,nccl,speed,engine")
     assert status == 0, sections
     assert {name: entry["status"] for name, entry in sections.items()} == {
-        "exactness": "done", "command": "done", "ranks": "done", "engine:tiny": "done",
+        "command": "done", "exactness": "done", "speed": "done", "ranks": "done", "nccl": "skipped",
+        "engine:tiny": "done",
     }  # fmt: skip
     assert sections["engine:tiny"]["data"]["timeline"] == "skipped: no CUDA"
     assert [case["verdict"] for case in sections["exactness"]["data"]["cases"]] == ["equal"]
     commands = sections["command"]["data"]["cases"]
     assert {case["name"]: case["verdict"] for case in commands} == {
-        "packed chats": "right", "LoRA with dropout": "right", "blocks in pieces": "right", "int8": "right",
-        "nf4": "right", "FP8": "right",
+        "LoRA": "right", "all weights": "right", "LoRA as by default": "right", "nf4": "right", "FP8": "right",
+        "blocks in pieces": "right", "int8": "right", "all weights in fp32": "right", "LoRA with dropout": "right",
     }  # fmt: skip
-    assert [case["resumed_equal"] for case in commands if "resumed_equal" in case] == [True, True]
+    assert [case["resumed_equal"] for case in commands if "resumed_equal" in case] == [True, True, True]
+    (rates,) = sections["speed"]["data"]["rates"]
+    assert rates["tokens_per_second"] > 0 and rates["planned"] > 0
     ranks = sections["ranks"]["data"]
     assert [case["verdict"] for case in ranks["cases"]] == ["equal", "equal"]
     assert all(case["hits"] > 0 for case in ranks["cases"]) and ranks["load"]["load"] > 0
     row = sections["engine:tiny"]["data"]["rows"][0]
     assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
     assert 0 < row["overlap_efficiency"] <= 1.5
-    assert "| packed chats | " in report and "could not be drawn" not in report
+    assert "| all weights | " in report and "could not be drawn" not in report
+
+
+@pytest.mark.parametrize("minutes", [2, 4, 7, 9, 30])
+@pytest.mark.parametrize("used", [0.3, 1.0])
+def test_each_section_has_its_least_time(minutes: int, used: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of what matters, as far as there is time, whatever part of theirs those before it take."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import gpu_check
+
+    names = [*list(gpu_check.LEAST_S)[:7], "engine:larger", *list(gpu_check.LEAST_S)[7:]]
+    left = 60.0 * minutes - gpu_check.RESERVE_S
+    for position, name in enumerate(names):
+        seconds = gpu_check.seconds_of(names[position:], left)
+        least = gpu_check.LEAST_S[name.partition(":")[0]]
+        assert least <= seconds <= left or seconds == left < least
+        left -= used * seconds
+    assert left >= 0 and (minutes < 9 or least <= seconds)
+
+
+def test_a_row_says_what_has_ended_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run on the device counts before the one that it is compared with has ended, and if that fails."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu import command
+    from gpu.command import Case, Outcome, row_of
+    from gpu.journal import Check, Settings
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    settings = Settings(str(tmp_path), str(tmp_path), "cuda:0", False, None, None, (), (), 32)
+    check, case = Check("command", settings), Case("LoRA", resumed=True)
+    device: dict[str, Any] = {"device": Outcome([7.0, 6.0], {"flash_calls": 12}, 3.0)}
+    assert row_of(case, device, check)["verdict"] == "ran"
+    close = device | {"cpu": Outcome([7.01, 6.0], {}, 3.0)}
+    assert row_of(case, close, check)["verdict"] == "right"
+    assert row_of(case, device | {"cpu": Outcome([7.5, 6.0], {}, 3.0)}, check)["verdict"] == "wrong"
+    assert row_of(case, close | {"resumed": Outcome([7.0, 6.1], {}, 3.0)}, check)["verdict"] == "wrong"
+    late = row_of(case, device | {"cpu": TimeoutError("late")}, check)
+    assert late["verdict"] == "ran" and "cpu: TimeoutError: late" in late["why"]
+    assert row_of(case, {"device": ValueError("bad")}, check)["verdict"] == "failed"
+    by_others = {"device": Outcome([7.0, 6.0], {"flash_calls": 0}, 3.0)}
+    assert row_of(case, by_others, check)["verdict"] == "not by flash attention"
+    assert command.on_cpu(Case("limit", ("--device-memory", "1MiB", "--batch-size", "64"))).words == (
+        "--batch-size", "64",
+    )  # fmt: skip
+    check.add("cases", **row_of(case, device, check))
+    check.add("cases", **row_of(case, close, check))
+    (row,) = json.loads((tmp_path / "results.json").read_text())["sections"]["command"]["data"]["cases"]
+    assert row["verdict"] == "right"
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_no_other_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a GPU, each worker finds its device lost, and ends."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu import exactness
+    from gpu.journal import Check, Settings
+
+    settings = Settings(str(tmp_path), str(tmp_path), "cuda:0", False, None, None, (), (), 32).until(1e18)
+    check = Check("exactness", settings)
+    monkeypatch.setattr(exactness, "WORKERS", 1)
+    monkeypatch.setattr(exactness, "cases", lambda quick: [exactness.Case(name, "llama", steps=1) for name in "ab"])
+    exactness.run(check)
+    rows = check.data["cases"]
+    assert sorted(row["name"] for row in rows) == ["a", "b"]
+    assert all(row["verdict"] == "failed" and "BrokenProcessPool" not in row["why"] for row in rows)
+
+
+def test_what_a_command_printed_is_kept_if_it_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from gpu.journal import Check, Settings
+
+    settings = Settings(str(tmp_path), str(tmp_path), "cpu", True, None, None, (), (), 32).until(0.0)
+    check = Check("machine", settings)
+    monkeypatch.setattr("builtins.max", lambda *_: 1.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        check.command("text", (), start=("-c", "import time; print('a card', flush=True); time.sleep(60)"))
+    assert check.data["text"] == "a card\n"
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.float32, 4), (torch.bfloat16, 4)])
