@@ -184,7 +184,8 @@ class Outcome:
 def finetune(case: Case, root: Path, check: Check, device: str, where: str, killed_after: int | None = None) -> Outcome:
     """Run the command, once more from where it was killed if it is to be; return its losses."""
     began = time.monotonic()
-    if check.left() < 5:
+    limit = min(RUN_S if check.cuda else check.left(), check.left())
+    if limit < 5:
         raise TimeoutError("no time was left for it")
     output = root / f"{case.name}-{where}".replace(" ", "-")
     length = 64 if check.settings.quick else 128
@@ -199,13 +200,15 @@ def finetune(case: Case, root: Path, check: Check, device: str, where: str, kill
         try:
             if killed_after is not None:
                 while process.poll() is None and len(_losses(output)) < killed_after:
-                    if time.monotonic() > began + RUN_S:
-                        raise subprocess.TimeoutExpired(log.name, RUN_S)
+                    if time.monotonic() > began + limit:
+                        raise subprocess.TimeoutExpired("finetune", limit)
                     time.sleep(0.02)
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 process = _start([*words, "--resume"], case, file)
-            status = process.wait(RUN_S)
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"stopped after {limit:.0f} s, {log.name} ends with: {log.read_text()[-200:]}") from None
         finally:
             process.kill()
             process.wait()

@@ -139,8 +139,8 @@ class Check:
         return path
 
     def command(self, name: str, words: Sequence[Any], part: float = 1.0, **options: Any) -> str:
-        """Run ``finetune`` with ``words`` for this part of the time at most; keep and return what it prints, also of one
-        that fails or takes too long."""
+        """Run ``finetune`` with ``words`` for this part of the time at most; keep and return what it prints, also if it
+        fails or takes too long."""
         log = self.output / f"{self.name.replace(':', '-')}-{name}.log"
         command = [sys.executable, *(options.pop("start", ("-m", "cli.main"))), *map(str, words)]
         try:

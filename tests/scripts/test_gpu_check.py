@@ -33,7 +33,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     ssd.mkdir()
 
     def run(*words: str) -> tuple[int, dict[str, Any], str]:
-        given = ["--device", "cpu", "--quick", "--minutes", "15", "--ssd", str(ssd), "--output", str(output)]
+        given = ["--device", "cpu", "--quick", "--minutes", "40", "--ssd", str(ssd), "--output", str(output)]
         with pytest.raises(SystemExit) as ended:
             gpu_check.main([*given, *words], standalone_mode=False)
         assert list(ssd.iterdir()) == []
