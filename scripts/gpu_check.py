@@ -39,7 +39,7 @@ LEAST_S = {
     "versions": 15.0, "command": 90.0, "exactness": 70.0, "speed": 90.0, "ranks": 35.0, "nccl": 15.0, "engine": 60.0,
     "machine": 45.0, "limits": 35.0,
 }  # fmt: skip
-"""Least seconds of a section, while there are so many, in the order in which they run."""
+"""Least seconds of a section, as far as there is time, in the order in which they run."""
 SHARES = {"command": 3.0, "exactness": 3.0, "speed": 2.0, "ranks": 1.0, "engine": 3.0}
 """Shares of the rest of the time. What a section leaves goes to those after it."""
 LARGER = {"gpt3-13b": 12.9e9, "gpt3-6.7b": 6.7e9, "gpt3-2.7b": 2.7e9}

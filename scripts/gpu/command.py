@@ -36,12 +36,12 @@ def counted(*arguments):
     calls.append(1)
     return attend(*arguments)
 varlen.attend = counted
-def tell():
-    told = {{"flash_calls": len(calls)}}
+def end():
+    figures = {{"flash_calls": len(calls)}}
     if torch.cuda.is_initialized():
-        told |= {{name: torch.cuda.memory_stats().get(name) for name in {MEMORY}}}
-    print("TOLD", json.dumps(told), flush=True)
-atexit.register(tell)
+        figures |= {{name: torch.cuda.memory_stats().get(name) for name in {MEMORY}}}
+    print("FIGURES", json.dumps(figures), flush=True)
+atexit.register(end)
 sys.exit(main())
 """
 
@@ -102,8 +102,8 @@ def on_cpu(case: Case) -> Case:
     """Return what a case is compared with."""
     plain = tuple(word for word in case.words if word not in ("--io", "kvikio"))
     if "--device-memory" in plain:  # on a CPU, a part of the host's
-        place = plain.index("--device-memory")
-        plain = plain[:place] + plain[place + 2 :]
+        index = plain.index("--device-memory")
+        plain = plain[:index] + plain[index + 2 :]
     return replace(case, words=plain, environment={})
 
 
@@ -114,7 +114,7 @@ def row_of(case: Case, ended: "dict[str, Outcome | Exception]", check: Check) ->
     on_device = ended["device"]
     if isinstance(on_device, Exception):
         return {**row, "verdict": "failed", "why": failed["device"]}
-    row |= {"losses": on_device.losses, "seconds": on_device.seconds, **on_device.told}
+    row |= {"losses": on_device.losses, "seconds": on_device.seconds, **on_device.figures}
     if failed:
         row["why"] = "; ".join(f"{where}: {why}" for where, why in failed.items())
     problems = []
@@ -127,7 +127,7 @@ def row_of(case: Case, ended: "dict[str, Outcome | Exception]", check: Check) ->
     if isinstance(again, Outcome):
         row["resumed_equal"] = again.losses == on_device.losses
         problems += [] if row["resumed_equal"] else ["wrong"]
-    if takes_flash(case, check) and not on_device.told.get("flash_calls"):
+    if takes_flash(case, check) and not on_device.figures.get("flash_calls"):
         problems.append("not by flash attention")
     row["verdict"] = ", ".join(dict.fromkeys(problems)) or ("right" if isinstance(expected, Outcome) else "ran")
     if "resumed" in failed:
@@ -177,7 +177,7 @@ class Outcome:
     """What a run came to."""
 
     losses: list[float]
-    told: dict[str, Any]
+    figures: dict[str, Any]
     seconds: float
 
 
@@ -215,11 +215,11 @@ def finetune(case: Case, root: Path, check: Check, device: str, where: str, kill
     text = log.read_text()
     if status:
         raise RuntimeError(f"exit status {status}, {log.name} ends with: {text[-300:]}")
-    told = [line.removeprefix("TOLD ") for line in text.splitlines() if line.startswith("TOLD ")]
+    figures = [line.removeprefix("FIGURES ") for line in text.splitlines() if line.startswith("FIGURES ")]
     losses = list(_losses(output).values())
     if len(losses) != STEPS:
         raise RuntimeError(f"{len(losses)} of {STEPS} losses were written")
-    return Outcome(losses, json.loads(told[-1]) if told else {}, time.monotonic() - began)
+    return Outcome(losses, json.loads(figures[-1]) if figures else {}, time.monotonic() - began)
 
 
 def _start(words: list[Any], case: Case, log: Any) -> "subprocess.Popen[bytes]":

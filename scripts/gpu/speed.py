@@ -55,8 +55,8 @@ def _preset(check: Check) -> str | None:
 
 def _rate(text: str) -> float:
     """Return the tokens per second of a plan, or of a run's summary."""
-    found = re.findall(r"^(?:step|rate) .*?([\d.]+) ?([KM]?) tokens/s", text, re.MULTILINE)
-    if not found:
+    rates = re.findall(r"^(?:step|rate) .*?([\d.]+) ?([KM]?) tokens/s", text, re.MULTILINE)
+    if not rates:
         raise ValueError(f"no tokens/s in: {text[-300:]}")
-    number, factor = found[-1]
+    number, factor = rates[-1]
     return float(number) * _FACTORS[factor]

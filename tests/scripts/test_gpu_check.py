@@ -86,7 +86,7 @@ def test_everything_runs_without_a_gpu(check: Callable[..., tuple[int, dict[str,
 @pytest.mark.parametrize("minutes", [2, 4, 7, 9, 30])
 @pytest.mark.parametrize("used", [0.3, 1.0])
 def test_each_section_has_its_least_time(minutes: int, used: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of what matters, as far as there is time, whatever part of theirs those before it take."""
+    """In the order of what matters, as far as there is time, however much those before it take."""
     monkeypatch.syspath_prepend(SCRIPTS)
     import gpu_check
 
