@@ -2,6 +2,7 @@
 presets of the GPU and a drive."""
 
 import re
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 def run(check: Check) -> None:
     quick = check.settings.quick
-    model, batch, length = ("llama-10m", 2, 32) if quick else ("llama-3-8b", 16, 2048)
+    model, batch, length = ("llama-10m", 2, 32) if quick else ("llama-3-8b", 8, 2048)
     root = check.directory("speed")
     words: list[Any] = ["--model", model, "--lora-rank", 16, "--batch-size", batch, "--seq-len", length]
     here: list[Any] = ["--ssd", root, "--gpu", check.settings.device.rpartition(":")[2]]
@@ -35,8 +36,8 @@ def run(check: Check) -> None:
     name = f"{model}, LoRA of rank 16, {batch} x {length} tokens"
     check.note(model=name)
     # First what is worth most
-    run_words = [*words, *here, "--steps", 4 if quick else 8, "--no-save", "--output", root / "run"]
-    rate = _rate(check.command("run", run_words, part=0.6, start=("-c", START)))
+    run_words = [*words, *here, "--steps", 4 if quick else 6, "--no-save", "--output", root / "run"]
+    rate = _rate(check.command("run", run_words, part=0.75, start=("-c", START)))
     check.add("rates", name=name, tokens_per_second=rate)
     planned = check.attempt("planned", lambda: _rate(check.command("plan", ["plan", *words, *here], part=0.7)))
     check.add("rates", name=name, tokens_per_second=rate, planned=planned, ratio=planned and rate / planned)
@@ -54,9 +55,8 @@ def _preset(check: Check) -> str | None:
 
 
 def _rate(text: str) -> float:
-    """Return the tokens per second of a plan, or of a run's summary."""
-    rates = re.findall(r"^(?:step|rate) .*?([\d.]+) ?([KM]?) tokens/s", text, re.MULTILINE)
+    """Return the tokens per second of a plan, or the median of a run's steps but the first two."""
+    rates = re.findall(r"^step .*?([\d.]+) ?([KM]?) tokens/s", text, re.MULTILINE)
     if not rates:
         raise ValueError(f"no tokens/s in: {text[-300:]}")
-    number, factor = rates[-1]
-    return float(number) * _FACTORS[factor]
+    return median(float(number) * _FACTORS[factor] for number, factor in rates[2:] or rates)
