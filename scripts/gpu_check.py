@@ -141,8 +141,10 @@ def supervised(name: str, settings: Settings, end: float, journal: Journal) -> s
     journal.update(name, status="running", data={})
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if name in ("exactness", "ranks"):
+    if name in ("exactness", "ranks", "nccl"):
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # has to be there before CUDA starts
+        # All ranks are here, and a container's own name may not resolve
+        environment.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     began = time.time()
     process = subprocess.Popen(
         [sys.executable, __file__, "--ssd", settings.ssd, "--output", settings.output, "--run-section", name,

@@ -9,7 +9,7 @@ import torch
 
 from gpu.journal import Check
 
-_PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "kvikio-cu13", "kvikio-cu12")
+_PACKAGES = "torch triton transformers datasets peft accelerate safetensors numpy kvikio-cu13 kvikio-cu12".split()
 
 
 def run(check: Check) -> None:
