@@ -9,7 +9,10 @@ import torch
 
 from gpu.journal import Check
 
-_PACKAGES = "torch triton transformers datasets peft accelerate safetensors numpy kvikio-cu13 kvikio-cu12".split()
+_PACKAGES = (
+    "torch", "triton", "transformers", "datasets", "peft", "accelerate", "safetensors", "numpy", "kvikio-cu13",
+    "kvikio-cu12",
+)  # fmt: skip
 
 
 def run(check: Check) -> None:
