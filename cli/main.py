@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _open_closed_streams()
+        # Or PyTorch's compiler starts a process for each processor, to decode weights by one kernel
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names and data may not fit a terminal's encoding
         for name in ("write", "flush"):

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or cannot be written any more."""
+"""What the command sets up in its process; standard streams that are closed, or cannot be written any more."""
 
 import os
 import subprocess
@@ -22,6 +22,16 @@ def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(closed: tuple[int, 
     )
     with forked.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         assert process.wait(60) > 2
+
+
+def test_kernels_are_compiled_in_this_process() -> None:
+    """PyTorch would start a process for each processor, whose memory no plan counts."""
+    code = (
+        "import sys; sys.argv = ['finetune', '--version']; from cli.main import main; main()\n"
+        "from torch._inductor import config; print('threads', config.decide_compile_threads())"
+    )
+    with forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert "threads 1\n" in process.communicate(timeout=120)[0]
 
 
 def test_a_closed_pipe_is_named(tmp_path: Path) -> None:
