@@ -91,7 +91,10 @@ class HostBuffer:
     def _take(self, start: int, nbytes: int) -> None:
         """Write to every page of a piece without a change of what is in it."""
         error = self._advise(_MADV_POPULATE_WRITE, start, nbytes)
-        if error == errno.EINVAL:  # kernels before 5.14
+        if error == errno.EINVAL and self.fd is not None:  # kernels before 5.14
+            # Allocated already. Writing back what was read would undo what another thread writes meanwhile.
+            self.array[start : start + nbytes : PAGE].max()
+        elif error == errno.EINVAL:
             self.array[start : start + nbytes : PAGE] |= 0
         elif error:
             raise self._shortage(error)

@@ -1,6 +1,7 @@
 """Host buffers: aligned, shared, on huge pages where the kernel gives them, and gone when the last user is."""
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -93,3 +94,13 @@ def test_a_rejected_registration_leaves_the_rest_pageable(allowed: int, cuda: Fa
     assert len(cuda.registered) == allowed
     del buffer  # as an exception would
     assert not cuda.registered
+
+
+def test_taking_shared_memory_writes_nothing_on_old_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.14: a byte that is read and written back could be an older one than another thread's."""
+    buffer = HostBuffer(8 * PAGE, shared=True)
+    monkeypatch.setattr(buffer, "_advise", lambda *_: errno.EINVAL)
+    buffer.array.flags.writeable = False
+    buffer.touch()
+    assert not buffer.array.any()
+    buffer.close()
