@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ def versions(check: Check) -> None:
     """Keep what explains a failure of all that follows."""
     check.note(python=platform.python_version(), kernel=platform.release())
     for name in _PACKAGES:
-        check.attempt(name, lambda name=name: importlib.metadata.version(name))  # type: ignore[misc]
+        check.attempt(name, partial(importlib.metadata.version, name))
     check.note(compilers=" ".join(filter(None, map(shutil.which, ("cc", "g++")))) or "none")
     if not check.cuda:
         return
