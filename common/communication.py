@@ -31,7 +31,8 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
     return [
-        json.loads(bytes(text[: int(length)].cpu().numpy())) for text, length in zip(gathered, lengths, strict=True)
+        json.loads(bytes(text[: int(length)].cpu().numpy()))
+        for text, length in zip(gathered, lengths, strict=True)
     ]
 
 
@@ -66,11 +67,15 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
-Wait = Callable[[], None]  # A function to call before using what a communication has filled, or changing what it sends
+Wait = Callable[
+    [], None
+]  # A function to call before using what a communication has filled, or changing what it sends
 
 
 def start_exchange(
-    sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+    sends: Iterable[tuple[int, torch.Tensor]],
+    receives: Iterable[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup,
 ) -> Wait:
     """Send tensors to ranks and receive others. Messages between two ranks are matched by their order.
 
@@ -84,9 +89,13 @@ def start_exchange(
     # Receives first: gloo tells a peer that it may send by a message in the same stream as what goes to that peer, and
     # behind a large message both directions would take turns.
     operations = [
-        dist.P2POp(dist.irecv, data, group=group, group_peer=source) for source, data in receives if data.numel()
+        dist.P2POp(dist.irecv, data, group=group, group_peer=source)
+        for source, data in receives
+        if data.numel()
     ]
-    operations += [dist.P2POp(dist.isend, data, group=group, group_peer=to) for to, data in sends if data.numel()]
+    operations += [
+        dist.P2POp(dist.isend, data, group=group, group_peer=to) for to, data in sends if data.numel()
+    ]
     works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> None:

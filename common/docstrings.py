@@ -24,5 +24,7 @@ def attribute_docstrings(cls: type) -> dict[str, str]:
         field.target.id: "\n\n".join(" ".join(part.split()) for part in text.value.value.split("\n\n"))
         for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        if isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
     }

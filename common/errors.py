@@ -47,7 +47,9 @@ class UserError(FinetuneError):
 def with_keywords(text: str) -> str:
     """Return a message with the Python API's keywords instead of options, except in commands between backticks."""
     parts = text.split("`")
-    parts[::2] = [_FLAG.sub(lambda flag: _KEYWORDS.get(flag[1], flag[1].replace("-", "_")), p) for p in parts[::2]]
+    parts[::2] = [
+        _FLAG.sub(lambda flag: _KEYWORDS.get(flag[1], flag[1].replace("-", "_")), p) for p in parts[::2]
+    ]
     return "`".join(parts)
 
 

@@ -22,7 +22,9 @@ from common.hub import is_hub_name
 TEMPORARY_SUFFIX = ".tmp"  # End of the name under which a file is written until it is complete
 
 
-def replace_file(path: Path, content: str | bytes, *, durable: bool = True, suffix: str = TEMPORARY_SUFFIX) -> None:
+def replace_file(
+    path: Path, content: str | bytes, *, durable: bool = True, suffix: str = TEMPORARY_SUFFIX
+) -> None:
     """Write ``content`` to a temporary file next to ``path``, and rename that to ``path``.
 
     Args:
@@ -170,7 +172,9 @@ def check_output(option: str, path: Path) -> None:
     except OSError as error:
         raise UserError(f"{option}: the directory {path} cannot be created: {error.strerror}.") from error
     if path.is_symlink() and not path.exists():
-        raise UserError(f"{option}: {path} is a link to {path.readlink()}, where nothing is: make that directory.")
+        raise UserError(
+            f"{option}: {path} is a link to {path.readlink()}, where nothing is: make that directory."
+        )
     if not parent.is_dir():
         raise UserError(f"{option}: {parent} is not a directory.")
     if not os.access(parent, os.W_OK):
@@ -187,8 +191,12 @@ def nearest_path(path: Path) -> str:
 
 def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:
     """Return the file of every preset in ``configs/<kind>``, by name; they are data of the installed package."""
-    folder = Path(__file__).parents[1] / "configs" / kind  # not by import: a user's own `configs` may come first
-    return {file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)}
+    folder = (
+        Path(__file__).parents[1] / "configs" / kind
+    )  # not by import: a user's own `configs` may come first
+    return {
+        file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)
+    }
 
 
 _UNFINISHED_S = 600  # Seconds after which a file of the cache that is not complete yet never will be

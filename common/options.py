@@ -59,7 +59,9 @@ class Declaration:
     excludes: str = ""
     """Names of options that a run cannot have, too: one on the command line undoes the other in a file."""
     needs: str = ""  # Names of options without any of which it does nothing
-    of_call: bool = False  # Whether it belongs to a call, not to the run, whose own configuration leaves it out
+    of_call: bool = (
+        False  # Whether it belongs to a call, not to the run, whose own configuration leaves it out
+    )
     fixed: bool = False
     """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
     may_differ: bool = False  # Whether nodes need not agree about it, or others check that with better words
@@ -76,7 +78,9 @@ class Declaration:
         placeholder = self.metavar or ""
         names = re.findall("[a-z]+", placeholder)
         if self.presets is not None:
-            names += sorted(preset_files(self.presets, ".jinja" if self.presets == "chat_templates" else ".toml"))
+            names += sorted(
+                preset_files(self.presets, ".jinja" if self.presets == "chat_templates" else ".toml")
+            )
         paths = [CompletionItem(incomplete, type="file")] if re.search("FILE|DIR", placeholder) else []
         return [*(CompletionItem(name) for name in names if name.startswith(incomplete)), *paths]
 
@@ -153,7 +157,9 @@ class ParsedValue(click.ParamType):
 def _parse_budget(text: str) -> int:
     nbytes = parse_bytes(text)
     if nbytes <= 0:
-        raise UserError(f"{text!r}: a budget must be more than 0 bytes. Leave the option out to use what there is.")
+        raise UserError(
+            f"{text!r}: a budget must be more than 0 bytes. Leave the option out to use what there is."
+        )
     return nbytes
 
 

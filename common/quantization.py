@@ -42,7 +42,9 @@ def blocks_of(count: int, block: int = BLOCK) -> int:
 def parts_of(payload: torch.Tensor, blocks: int, block_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of scales, ``fp32 [..., blocks]``, and values, ``uint8 [..., blocks, block_bytes]``."""
     border = blocks * SCALE_BYTES
-    return payload[..., :border].view(torch.float32), payload[..., border:].unflatten(-1, (blocks, block_bytes))
+    return payload[..., :border].view(torch.float32), payload[..., border:].unflatten(
+        -1, (blocks, block_bytes)
+    )
 
 
 _failures: list[str] = []  # Why PyTorch could not compile a function; after that all run eagerly
@@ -132,7 +134,9 @@ def quantize_rows(rows: torch.Tensor, bits: Bits, out: torch.Tensor) -> None:
         values.view(torch.int8).copy_((low & 0xF) | (high << 4))
 
 
-def dequantize_rows(scales: torch.Tensor, values: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool) -> None:
+def dequantize_rows(
+    scales: torch.Tensor, values: torch.Tensor, bits: Bits, out: torch.Tensor, add: bool
+) -> None:
     """Write to ``out`` ``[..., c]`` the rows of these scales and values (:func:`parts_of`), or add them."""
     signed = values.view(torch.int8)
     if bits == 4:
@@ -225,7 +229,9 @@ def dequantize_nf4(payload: torch.Tensor, out: torch.Tensor) -> None:
     run_fused(_dequantize_nf4, payload.device, *parts, _nf4_levels(payload.device), out)
 
 
-def _dequantize_nf4(scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor) -> None:
+def _dequantize_nf4(
+    scales: torch.Tensor, values: torch.Tensor, levels: torch.Tensor, out: torch.Tensor
+) -> None:
     shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=values.device).unsqueeze(-1)
     codes = (values.unsqueeze(-2) >> shifts & 0xF).flatten(-2)  # concatenating would take a kernel more
     out.copy_((levels[codes.int()] * scales.unsqueeze(-1)).flatten(-2)[..., : out.shape[-1]])

@@ -25,7 +25,13 @@ def format_bytes(count: float) -> str:
     """Format bytes as ``1.50 GiB``: three significant digits in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+            return (
+                f"{count:.0f} B"
+                if unit == "B"
+                else f"{count:.3g} {unit}"
+                if count < 1000
+                else f"{count:.0f} {unit}"
+            )
         count /= 1024
     return f"{count:.3g} TiB" if count < 1000 else f"{count:,.0f} TiB"
 

@@ -30,7 +30,10 @@ class GenerationServer:
 
     def __init__(self, checkpoint: Path):
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(checkpoint)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+            [sys.executable, __file__, str(checkpoint)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
@@ -46,8 +49,12 @@ class GenerationServer:
 
         Without a seed, answers are of the likeliest tokens.
         """
-        answer = self._ask("generate", {"prompts": [row.tolist() for row in prompts], "most": most, "seed": seed})
-        return [torch.tensor(row) for row in answer["tokens"]], [torch.tensor(row) for row in answer["log_probs"]]
+        answer = self._ask(
+            "generate", {"prompts": [row.tolist() for row in prompts], "most": most, "seed": seed}
+        )
+        return [torch.tensor(row) for row in answer["tokens"]], [
+            torch.tensor(row) for row in answer["log_probs"]
+        ]
 
     def _ask(self, what: str, content: dict[str, Any]) -> Any:
         request = Request(f"http://127.0.0.1:{self._port}/{what}", json.dumps(content).encode())
@@ -114,7 +121,9 @@ def serve(checkpoint: str) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = json.dumps({"/load": model.load, "/generate": model.generate}[self.path](**content)).encode()
+            answer = json.dumps(
+                {"/load": model.load, "/generate": model.generate}[self.path](**content)
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()

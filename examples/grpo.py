@@ -78,9 +78,20 @@ def learned_model(task: Task, folder: Path, steps: int) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "random")
     generator = torch.Generator().manual_seed(1)
-    options = {"batch_shape": (LEARNED_ROWS, task.tokens), "micro_batch": LEARNED_ROWS, "lr": 3e-3, "dtype": "fp32"}
+    options = {
+        "batch_shape": (LEARNED_ROWS, task.tokens),
+        "micro_batch": LEARNED_ROWS,
+        "lr": 3e-3,
+        "dtype": "fp32",
+    }
     with fuyou.Engine(
-        folder / "random", ssd=[folder], run_name="learning", overwrite=True, host_memory=BUDGET, prove=False, **options
+        folder / "random",
+        ssd=[folder],
+        run_name="learning",
+        overwrite=True,
+        host_memory=BUDGET,
+        prove=False,
+        **options,
     ) as engine:
         for step in range(steps):
             engine.lr = 3e-3 * min(1.0, (step + 1) / 20, (steps - step) / (steps / 2))
@@ -126,8 +137,13 @@ def train(
         repeated = task.prompts(prompts, generator).repeat_interleave(config.num_generations, 0)
         answers, log_probs = source.answers(list(repeated), task.digits + 1, seed=step)
         generated = time.monotonic() - start
-        given = torch.tensor([task.reward(prompt, answer) for prompt, answer in zip(repeated, answers, strict=True)])
-        advantages, rollouts = group_advantages(given, config), rollouts_of(list(repeated), answers, log_probs)
+        given = torch.tensor(
+            [task.reward(prompt, answer) for prompt, answer in zip(repeated, answers, strict=True)]
+        )
+        advantages, rollouts = (
+            group_advantages(given, config),
+            rollouts_of(list(repeated), answers, log_probs),
+        )
         losses = [update(source.engine, rollouts, advantages, config) for _ in range(updates)]
         rewards.append(given.mean().item())
         line = {"step": step + 1, "reward": rewards[-1], "loss": losses[0], "generating_seconds": generated}
@@ -144,10 +160,14 @@ def sorted_upwards(source: ServerRollouts, task: Task, count: int) -> float:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Learn to sort, then to sort upwards; return the mean reward of each step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--digits", type=int, default=5)
-    parser.add_argument("--learning-steps", type=int, default=400, help="0: continue from what an earlier run learned")
+    parser.add_argument(
+        "--learning-steps", type=int, default=400, help="0: continue from what an earlier run learned"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--updates", type=int, default=2, help="steps on each rollout")

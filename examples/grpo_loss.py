@@ -30,7 +30,9 @@ class GrpoConfig:
 
     def __post_init__(self) -> None:
         if self.num_generations < 2:
-            raise UserError(f"num_generations must be at least 2, to compare answers, not {self.num_generations}.")
+            raise UserError(
+                f"num_generations must be at least 2, to compare answers, not {self.num_generations}."
+            )
         if not 0 < self.epsilon < 1:
             raise UserError(f"epsilon must be between 0 and 1, not {self.epsilon:g}.")
         if self.beta < 0:

@@ -34,9 +34,13 @@ from fcdp.fsdp2 import row_range
 MANIFEST = "commit.json"
 IDENTITY = "commits.json"  # Name of the file next to commits with their random name
 FORMAT = 2
-PIECE_BYTES = 16 << 20  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
+PIECE_BYTES = (
+    16 << 20
+)  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_REMEDY = "Restore it from a copy, or begin again with --overwrite, from a checkpoint (--model) if there is one."
+_REMEDY = (
+    "Restore it from a copy, or begin again with --overwrite, from a checkpoint (--model) if there is one."
+)
 _INCOMPLETE = "incomplete"
 _DISCARDED = "discarded"
 
@@ -203,7 +207,11 @@ class ShardedCheckpoints:
             for name, value in state.items():
                 pieces = [piece for _, _, of_rank in filter(None, written) for piece in of_rank.get(name, ())]
                 pieces.sort(key=lambda piece: piece[2])
-                tensors[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "pieces": pieces}
+                tensors[name] = {
+                    "dtype": _DTYPE_NAMES[value.dtype],
+                    "shape": list(value.shape),
+                    "pieces": pieces,
+                }
             content = {"step": step, "description": description, "files": files, "tensors": tensors}
             content["store"] = self.identity()
             # Syncs the folder, too: all files keep their names.
@@ -237,7 +245,9 @@ class ShardedCheckpoints:
 
         def read() -> None:
             if unmatched := sorted(commit.tensors.keys() ^ state.keys()):
-                raise FinetuneError(f"{commit.folder} belongs to another model: {unmatched[0]} is in only one of them.")
+                raise FinetuneError(
+                    f"{commit.folder} belongs to another model: {unmatched[0]} is in only one of them."
+                )
             for name, value in state.items():
                 commit.load(name, cast(DTensor, value))
 
@@ -331,7 +341,9 @@ def _folder_name(step: int) -> str:
     return f"step-{step}"
 
 
-def _write(folder: Path, state: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, int], dict[str, list[Any]]] | None:
+def _write(
+    folder: Path, state: Mapping[str, torch.Tensor]
+) -> tuple[str, dict[str, int], dict[str, list[Any]]] | None:
     """Write this rank's rows to a new file, which is synced. Ranks that hold the same rows alternate by tensor.
 
     Return the file's name, what the manifest has of it, and the pieces of tensors in it; None if the rank has none."""

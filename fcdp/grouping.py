@@ -62,7 +62,9 @@ class Unit(NamedTuple):
 
     name: str
     module: nn.Module
-    keep_after_forward: bool = False  # whether the backward pass needs it at once, so that FSDP2 should not release it
+    keep_after_forward: bool = (
+        False  # whether the backward pass needs it at once, so that FSDP2 should not release it
+    )
 
 
 def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:
@@ -130,7 +132,9 @@ def split_modules(
         for owner in _trainable_owners(module)
         if any(parameter.requires_grad and id(parameter) not in claimed for parameter in owner.parameters())
     ]
-    left = (parameter for module in modules for parameter in module.parameters() if id(parameter) not in claimed)
+    left = (
+        parameter for module in modules for parameter in module.parameters() if id(parameter) not in claimed
+    )
     if owners and any(not parameter.requires_grad for parameter in left):
         groups += _mixed_groups(name, owners, claimed, unit, model)
     return groups + _claim(name, modules, modules, claimed, unit)
@@ -167,7 +171,11 @@ def _trainable_owners(module: nn.Module) -> list[nn.Module]:
 
 def _sharing(module: nn.Module, model: nn.Module) -> list[nn.Module]:
     ids = {id(parameter) for parameter in _own(module).values()}
-    return [m for m in model.modules() if m is not module and ids & {id(parameter) for parameter in _own(m).values()}]
+    return [
+        m
+        for m in model.modules()
+        if m is not module and ids & {id(parameter) for parameter in _own(m).values()}
+    ]
 
 
 def _own(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -60,10 +60,16 @@ class TrainerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01  # as with transformers' Trainer: biases and norms do not decay
     max_grad_norm: float | None = None  # norm to which the gradient is clipped; None: it is not
-    micro_batch: int | None = None  # sequences that a rank computes at once; None: its whole part of the batch
+    micro_batch: int | None = (
+        None  # sequences that a rank computes at once; None: its whole part of the batch
+    )
     seed: int = 0  # seed of random weights and dropout
-    host_cache_bytes: int | None = None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
-    device_cache_threshold: float = 0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
+    host_cache_bytes: int | None = (
+        None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
+    )
+    device_cache_threshold: float = (
+        0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
+    )
     towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
     # ``auto`` (as the configuration has it), ``on``, or ``off``: the loss of a mixture of experts' router
     router_loss: str = "auto"
@@ -101,7 +107,9 @@ class ClusterModel:
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
-        if dtype != torch.float32 and (names := fp32_parameters(meta)):  # FSDP2 casts all that it gathers to one dtype
+        if dtype != torch.float32 and (
+            names := fp32_parameters(meta)
+        ):  # FSDP2 casts all that it gathers to one dtype
             raise UserError(
                 f"This family keeps {names[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
                 "with --lora-rank to train adapters out of core."
@@ -112,7 +120,9 @@ class ClusterModel:
         source.check()
         module: Any = build_meta_model(config, dtype=dtype)
         if peft_config is not None:
-            if getattr(peft_config, "trainable_token_indices", None):  # peft reads a weight past FSDP2's hooks
+            if getattr(
+                peft_config, "trainable_token_indices", None
+            ):  # peft reads a weight past FSDP2's hooks
                 raise UserError(
                     "trainable_token_indices cannot be trained with sharded weights: name the embeddings in "
                     "modules_to_save, or train on one machine."
@@ -123,7 +133,9 @@ class ClusterModel:
         # peft computes with these without calling them: earlier, FSDP2 took a group's forward pass as unfinished then.
         is_earlier = TorchVersion(torch.__version__) < "2.13"
         if is_earlier and any(isinstance(each, ParamWrapper) for each in module.modules()):
-            raise UserError(f"Adapters of experts over several ranks need PyTorch 2.13; this is {torch.__version__}.")
+            raise UserError(
+                f"Adapters of experts over several ranks need PyTorch 2.13; this is {torch.__version__}."
+            )
         for name in options.towers.frozen(module) if adapters is None else ():
             module.get_parameter(name).requires_grad_(False)
         switch_router_logits(module, router_loss is not None)
@@ -141,7 +153,16 @@ class ClusterModel:
         )
         materialise(module, topology.device)
         return cls(
-            config, checkpoint, meta, stack.family, stack.block_prefix, module, adapters, source, dtype, router_loss
+            config,
+            checkpoint,
+            meta,
+            stack.family,
+            stack.block_prefix,
+            module,
+            adapters,
+            source,
+            dtype,
+            router_loss,
         )
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -218,7 +239,9 @@ class Forward:
         for part in parts:
             mask = part.get("attention_mask")
             masks.append(
-                (part["counts"] if mask is None or mask.dim() != 2 else part["counts"] * mask).flatten().float()
+                (part["counts"] if mask is None or mask.dim() != 2 else part["counts"] * mask)
+                .flatten()
+                .float()
             )
         return RouterPass(loss, masks)
 

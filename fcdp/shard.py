@@ -84,8 +84,12 @@ def fully_shard(
         check_strategy(strategy)
         return _shard_module(module, strategy, options)
     if not isinstance(module, nn.Module):
-        raise UserError("With a topology fully_shard takes one whole model; a list of modules goes with mesh=.")
-    cache = {name: options.pop(name) for name in ("device_cache_threshold", "host_cache_bytes") if name in options}
+        raise UserError(
+            "With a topology fully_shard takes one whole model; a list of modules goes with mesh=."
+        )
+    cache = {
+        name: options.pop(name) for name in ("device_cache_threshold", "host_cache_bytes") if name in options
+    }
     routes = _routes(strategy, topology, cache.get("device_cache_threshold", 0))
     groups = shard_whole_model(module, topology, routes, **options)
     Sharding(module, topology, routes, groups, **cache)
@@ -123,7 +127,9 @@ def install(
             strategy shards optimizer states over fewer of them.
     """
     if not isinstance(model, FSDPModule):
-        raise UserError(f"This {type(model).__name__} is not sharded: call fully_shard on it, its inner modules first.")
+        raise UserError(
+            f"This {type(model).__name__} is not sharded: call fully_shard on it, its inner modules first."
+        )
     if hasattr(model, ATTRIBUTE):
         raise UserError(f"This {type(model).__name__} has its collectives: install() is called once.")
     for module in model.modules():
@@ -133,7 +139,9 @@ def install(
     topology = topology or Topology.from_mesh(mesh or _mesh_of_most(sharded))
     groups = [group for group in sharded if fsdp2.shard_ranks(group) == topology.ranks]
     if not groups:
-        raise UserError(f"No parameter of this {type(model).__name__} is sharded over the ranks {topology.ranks}.")
+        raise UserError(
+            f"No parameter of this {type(model).__name__} is sharded over the ranks {topology.ranks}."
+        )
     routes = _routes(strategy, topology, device_cache_threshold)
     if routes.shards != topology.world_size:
         raise UserError(
@@ -197,7 +205,9 @@ def _mesh_of_most(groups: list[ParameterGroup]) -> DeviceMesh:
             sizes[ranks] = sizes.get(ranks, 0) + group.cell_numel * len(ranks)
             meshes[ranks] = mesh
     if not sizes:
-        raise UserError("No parameter of this model is sharded by FSDP2 in a group that is the only one of its module.")
+        raise UserError(
+            "No parameter of this model is sharded by FSDP2 in a group that is the only one of its module."
+        )
     return meshes[max(sizes, key=lambda ranks: sizes[ranks])]
 
 
@@ -215,7 +225,9 @@ def check_strategy(strategy: Strategy | str) -> Strategy:
 
 def _routes(strategy: Strategy | str, topology: Topology, device_cache_threshold: float) -> Routes:
     if not 0 <= device_cache_threshold <= 1:
-        raise UserError(f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}.")
+        raise UserError(
+            f"device_cache_threshold is a part of device memory, 0 to 1, not {device_cache_threshold}."
+        )
     return Routes.of(check_strategy(strategy).on(topology.levels))
 
 
@@ -281,7 +293,10 @@ class Replacement:
             if isinstance(module, ModuleType) and name.split(".")[0] not in ("torch", "fcdp")
         ]
         self._replaced = [
-            (module, name) for module in modules for name, value in vars(module).items() if value is fsdp2_fully_shard
+            (module, name)
+            for module in modules
+            for name, value in vars(module).items()
+            if value is fsdp2_fully_shard
         ]
         for module, name in self._replaced:
             setattr(module, name, ours)

@@ -54,7 +54,9 @@ class Sharding:
         self.groups = groups  # parameter groups, in the order in which they were sharded
         self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
         self._micro_batches = MicroBatches()
-        self.has_optimizer = False  # whether an optimizer has the shards: until then they are shown after evaluations
+        self.has_optimizer = (
+            False  # whether an optimizer has the shards: until then they are shown after evaluations
+        )
         device = topology.device
         ranks = topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
@@ -78,10 +80,14 @@ class Sharding:
         self._reductions: list[StagedReduction] = []
         index = topology.rank % routes.shards, routes.shards
         for group in groups:
-            reduction = StagedReduction(group, reductions, topology.rank // routes.shards, self._micro_batches)
+            reduction = StagedReduction(
+                group, reductions, topology.rank // routes.shards, self._micro_batches
+            )
             if routes.shards > 1:
                 shards = cached.get(group), secondary.get(group)
-                gather = StagedAllGather(group, index, gathers, *shards, self._streams, self._staleness, self.traffic)
+                gather = StagedAllGather(
+                    group, index, gathers, *shards, self._streams, self._staleness, self.traffic
+                )
                 self._gathers.append(gather)
                 group.holder.set_custom_all_gather(cast(Any, gather))
                 group.holder.set_custom_reduce_scatter(cast(Any, reduction))
@@ -151,7 +157,9 @@ class Sharding:
             gather.forget()
         self._cache.close()
 
-    def inter_node_bytes(self, micro_batches: int, *, first_step: bool = False, router_loss: bool = False) -> float:
+    def inter_node_bytes(
+        self, micro_batches: int, *, first_step: bool = False, router_loss: bool = False
+    ) -> float:
         """Return the payload that one node should send to others in a step, by the planner's formulas.
 
         They assume that all that the strategy caches fits, and that every group is quantized where the strategy
@@ -184,10 +192,14 @@ class Sharding:
         if first_step and gathered > spread and layout.p != layout.os:
             frozen = (gathered - spread) / layout.p.shards
             mesh = layout.os.over(layout.p)
-            collectives.append(Collective("spread P", "all_gather", mesh, frozen, 1, "spread", self.strategy.ring))
+            collectives.append(
+                Collective("spread P", "all_gather", mesh, frozen, 1, "spread", self.strategy.ring)
+            )
         return bytes_per_node(collectives, layout)[0]
 
-    def _levels(self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16") -> list[CommLevel]:
+    def _levels(
+        self, axes: tuple[Axis, ...], purpose: Purpose, precision: Format = "bf16"
+    ) -> list[CommLevel]:
         return make_levels(self.topology, axes, purpose, self.traffic, self.strategy.ring, precision)
 
     def _make_cached_shards(
@@ -217,7 +229,9 @@ class Sharding:
         for group in self.groups:
             if not fsdp2.is_sharded(group):
                 fsdp2.adopt_requires_grad(group)
-            if not group.had_trainable and group.trainable:  # FSDP2 reads the dtypes of gradients in ``unshard()``
+            if (
+                not group.had_trainable and group.trainable
+            ):  # FSDP2 reads the dtypes of gradients in ``unshard()``
                 group.had_trainable = True
                 group.holder.reshard()
                 group.holder.unshard()
@@ -259,7 +273,9 @@ class Sharding:
 
     def _before_step(self) -> None:
         self.has_optimizer = True
-        if self._streams is not None:  # else the output that was cached last would be held until the next gather
+        if (
+            self._streams is not None
+        ):  # else the output that was cached last would be held until the next gather
             self._streams.release()
         self._staleness.raise_if_found()
         for reduction in self._reductions:

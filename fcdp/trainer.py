@@ -55,7 +55,9 @@ class ClusterStep:
     stop: bool  # whether any rank requested to stop after this step
     seconds: float
     sent_bytes: int  # bytes that a node sent to others, on average over nodes
-    aux_loss: float | None = None  # the router loss, not multiplied by its coefficient, where it is a part of the loss
+    aux_loss: float | None = (
+        None  # the router loss, not multiplied by its coefficient, where it is a part of the loss
+    )
 
 
 class Trainer:
@@ -82,7 +84,9 @@ class Trainer:
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
-        self.meter = PeakMeter(lambda: pids)  # memory that this node's ranks hold together, for the first of them
+        self.meter = PeakMeter(
+            lambda: pids
+        )  # memory that this node's ranks hold together, for the first of them
         if topology.local_rank == 0:
             self.meter.start()
         directory = adapters if isinstance(adapters, str | os.PathLike) else None
@@ -204,9 +208,13 @@ class Trainer:
         seed_run(((self._options.seed << 20) + step) * 65_537 % (1 << 62) + self._topology.rank)
         parts, items = self._forward.split(batch)
         if items == 0:
-            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+            raise UserError(
+                "No token of this batch has a label (all are -100): there is nothing to learn from it."
+            )
         total, aux = self._forward_and_backward(parts, items)
-        loss, norm, stopping, all_sent = self._all_reduce(total, stop, self.sharding.traffic.inter_node - sent)
+        loss, norm, stopping, all_sent = self._all_reduce(
+            total, stop, self.sharding.traffic.inter_node - sent
+        )
         try:
             check_finite(step, loss, norm, self.committed_step)
             coefficient = clip_coefficient(norm, self._options.max_grad_norm or math.inf)
@@ -234,7 +242,9 @@ class Trainer:
             self._route(parts, router)
         for index, part in enumerate(parts):
             self.sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            with self._forward.separate_documents(part):  # in the backward pass, too: blocks are computed again there
+            with self._forward.separate_documents(
+                part
+            ):  # in the backward pass, too: blocks are computed again there
                 output = self._forward.run(part)
                 loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
                 total += loss / world
@@ -265,14 +275,18 @@ class Trainer:
         """Return loss and gradient norm of the batch, whether a rank wants to stop, and bytes sent, in one message."""
         copies = self.sharding.routes.replicas
         squares = sum((sum_of_squares(value.flatten()) for value in self._gradients()), loss.new_zeros(()))
-        sums = torch.stack([loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))])
+        sums = torch.stack(
+            [loss, squares / copies, loss.new_tensor(float(stop)), loss.new_tensor(float(sent))]
+        )
         dist.all_reduce(sums)
         total, square, stops, all_sent = sums.tolist()
         return total, math.sqrt(square), stops > 0, all_sent
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's part of every gradient."""
-        gradients = [parameter.grad for parameter in self._model.module.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self._model.module.parameters() if parameter.grad is not None
+        ]
         return [cast(DTensor, gradient).to_local() for gradient in gradients]
 
     @torch.no_grad()
@@ -309,7 +323,14 @@ class Trainer:
             writer = None
             if is_rank0:
                 writer = CheckpointWriter(
-                    folder, model.meta, model.config, model.dtype, _SHARD_BYTES, allow_nonfinite, stored, unties
+                    folder,
+                    model.meta,
+                    model.config,
+                    model.dtype,
+                    _SHARD_BYTES,
+                    allow_nonfinite,
+                    stored,
+                    unties,
                 )
             for named in blocks:
                 if writer is not None:
@@ -324,7 +345,11 @@ class Trainer:
         if merge:  # first: if it is refused, the adapters of before stay, too
             blocks = gather_blocks(model.module, model.block_prefix, None, adapters.merge_group)
             on_cpu = ({name: value.cpu() for name, value in named.items()} for named in blocks)
-            write(directory / MERGED, (adapters.merge(named) if is_rank0 else {} for named in on_cpu), adapters.unties)
+            write(
+                directory / MERGED,
+                (adapters.merge(named) if is_rank0 else {} for named in on_cpu),
+                adapters.unties,
+            )
         values = {name: whole(parameter).cpu() for name, parameter in model.trained()}
         broadcast_from_rank0(lambda: adapters.save(directory, values, allow_nonfinite, model.checkpoint))
 

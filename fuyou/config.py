@@ -72,7 +72,9 @@ class EngineConfig(RunConfig):
         if "ssd" not in options:
             raise TypeError("Engine.__init__() missing 1 required keyword-only argument: 'ssd'")
         groups: dict[str, Any] = {
-            name: group(**{item.name: options.pop(item.name) for item in fields(group) if item.name in options})
+            name: group(
+                **{item.name: options.pop(item.name) for item in fields(group) if item.name in options}
+            )
             for name, group in GROUPS.items()
         }
         return cls(**groups, **options)
@@ -89,16 +91,30 @@ class EngineConfig(RunConfig):
         self._check_types()
         check_max_grad_norm(self.optimizer.max_grad_norm)
         # Everything that has to be parsed is parsed here, so that mistakes come out before anything is opened.
-        _ = self.precision, self.adam, self.clip_by, self.host_cache, self.piece_bytes, self.adapters, self.frozen_dtype
+        _ = (
+            self.precision,
+            self.adam,
+            self.clip_by,
+            self.host_cache,
+            self.piece_bytes,
+            self.adapters,
+            self.frozen_dtype,
+        )
         policy = self.saved_activations
         checks = {
-            "micro_batch": (self.memory.micro_batch, self.memory.micro_batch is None or self.memory.micro_batch > 0),
+            "micro_batch": (
+                self.memory.micro_batch,
+                self.memory.micro_batch is None or self.memory.micro_batch > 0,
+            ),
             "chunk": (self.memory.chunk, self.memory.chunk is None or self.memory.chunk > 0),
             "piece_size": (self.memory.piece_size, self.piece_bytes is None or self.piece_bytes > 0),
             "token_outputs": (self.memory.token_outputs, self.memory.token_outputs >= self.memory.reference),
             "commit_every": (self.store.commit_every, self.store.commit_every > 0),
             "drive_life": (self.store.drive_life, (self.store.drive_life or 0) >= 0),
-            "deferred_fraction": (self.optimizer.deferred_fraction, 0 <= self.optimizer.deferred_fraction <= 1),
+            "deferred_fraction": (
+                self.optimizer.deferred_fraction,
+                0 <= self.optimizer.deferred_fraction <= 1,
+            ),
             "saved_activations": (policy, isinstance(policy, ActivationPolicy) or policy >= 0),
         }
         for name, (value, good) in checks.items():
@@ -120,11 +136,15 @@ class EngineConfig(RunConfig):
             for item in fields(group):
                 value = getattr(group, item.name)
                 if item.type in (int, float, bool) and isinstance(value, str):
-                    raise UserError(f"{item.name} is a number, not text: {item.name}={value}, without quotation marks.")
+                    raise UserError(
+                        f"{item.name} is a number, not text: {item.name}={value}, without quotation marks."
+                    )
         if isinstance(self.weights.trainable, str):
             raise UserError(f"trainable takes a list of names: trainable=[{self.weights.trainable!r}].")
         if adapters is not None and not isinstance(adapters, PeftConfig | AdapterOptions | str | os.PathLike):
-            raise UserError(f"adapters takes a peft configuration or a directory, not a {type(adapters).__name__}.")
+            raise UserError(
+                f"adapters takes a peft configuration or a directory, not a {type(adapters).__name__}."
+            )
         pair = isinstance(shape, tuple | list) and len(shape) == 2
         if shape is not None and not (pair and all(isinstance(size, int) and size > 0 for size in shape)):
             raise UserError(f"batch_shape takes (sequences, tokens), two positive integers, not {shape!r}.")
@@ -139,7 +159,9 @@ class EngineConfig(RunConfig):
         """
         obstacle = speculation_obstacle(commit_every=self.store.commit_every, ranks=ranks)
         if self.update_policy.speculative and obstacle is not None:
-            raise UserError(f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that.")
+            raise UserError(
+                f"--clip-by speculation is not possible: {obstacle}. Leave it out, or change that."
+            )
 
     # -- what the options come to ---------------------------------------------------------------------------------
 

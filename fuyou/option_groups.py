@@ -89,7 +89,11 @@ class StoreConfig:
     @property
     def everywhere(self) -> list[Path]:
         """All folders in which a resumed run, or that of other ranks, may be."""
-        return [*self.folders, *self.folders_to_leave, *self.drives, *self.drives_to_leave] if self.resume else []
+        return (
+            [*self.folders, *self.folders_to_leave, *self.drives, *self.drives_to_leave]
+            if self.resume
+            else []
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,9 @@ class OptimizerConfig:
     max_grad_norm: float | None = None
     """Global norm to which gradients are clipped, exactly; None does not clip."""
     # Names of fuyou.optimizer.clipping.ClipBy, which takes long to import.
-    clip_by: str = option("auto", type=("auto", "deferral", "speculation"), needs="max_grad_norm", heading="Training")
+    clip_by: str = option(
+        "auto", type=("auto", "deferral", "speculation"), needs="max_grad_norm", heading="Training"
+    )
     """With ``max_grad_norm``: update in the next step, when the norm is known (deferral), or at once, and again after
     clipped steps (speculation). The numbers are the same.
 
@@ -243,7 +249,12 @@ class RunConfig:
     """Whether rows are going to hold several documents (``position_ids`` start again): ``prove`` then shows it, too."""
 
 
-GROUPS = {"store": StoreConfig, "optimizer": OptimizerConfig, "memory": MemoryConfig, "weights": WeightsConfig}
+GROUPS = {
+    "store": StoreConfig,
+    "optimizer": OptimizerConfig,
+    "memory": MemoryConfig,
+    "weights": WeightsConfig,
+}
 """Groups by their names in :class:`fuyou.config.EngineConfig`, which has the options of :class:`RunConfig` itself."""
 
 
@@ -259,7 +270,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def typed_as(options: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
+def typed_as(
+    options: Callable[_P, object],
+) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
     """Let type checkers read the arguments of a method from a dataclass: they see a misspelled option.
 
     Args:

@@ -65,7 +65,9 @@ def work(ssd: list[Path], device: str) -> None:
 
 
 @click.command()
-@click.option("--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True)
+@click.option(
+    "--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True
+)
 @click.option("--steps", default=60, show_default=True, help="Steps of each.")
 @click.option(
     "--device",
@@ -106,7 +108,9 @@ def main(ssd: tuple[Path, ...], steps: int, device: str, worker: bool) -> None:
             process.wait()
     for name, values in seconds.items():
         lower, median, upper = statistics.quantiles(values, n=4)
-        click.echo(f"{name:10} quartiles {lower:.3f} {median:.3f} {upper:.3f} s, mean {statistics.mean(values):.3f} s")
+        click.echo(
+            f"{name:10} quartiles {lower:.3f} {median:.3f} {upper:.3f} s, mean {statistics.mean(values):.3f} s"
+        )
     pairs = [a / b for a, b in zip(seconds["checked"], seconds["unchecked"], strict=True)]
     click.echo(f"checked / unchecked: median of {len(pairs)} pairs {statistics.median(pairs):.4f}")
 

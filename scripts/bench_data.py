@@ -31,7 +31,9 @@ def make_chats(file: Path, count: int) -> list[list[dict[str, str]]]:
         turns = []
         for _ in range(rng.choice([1, 1, 2])):
             turns.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randint(10, 60)))})
-            turns.append({"role": "assistant", "content": " ".join(rng.choices(WORDS, k=rng.randint(20, 110)))})
+            turns.append(
+                {"role": "assistant", "content": " ".join(rng.choices(WORDS, k=rng.randint(20, 110)))}
+            )
         chats.append(turns)
     file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
     return chats
@@ -56,7 +58,9 @@ def prepare(file: Path, tokenizer: Any, processors: set[int]) -> tuple[float, fl
 
 
 @click.command()
-@click.option("--tokenizer", "source", required=True, help="Directory with a fast tokenizer and a chat template.")
+@click.option(
+    "--tokenizer", "source", required=True, help="Directory with a fast tokenizer and a chat template."
+)
 @click.option("--gguf", help="Name of a GGUF file there that holds the tokenizer.")
 @click.option("--chats", "count", default=20_000, show_default=True)
 @click.option("--rounds", default=3, show_default=True)

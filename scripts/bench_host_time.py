@@ -68,7 +68,9 @@ def measure(store: Path, lora: bool, steps: int) -> dict[tuple[str, str], float]
 
 
 @click.command(help=__doc__)
-@click.option("--store", type=click.Path(path_type=Path), required=True, help="Folder for the engine's files.")
+@click.option(
+    "--store", type=click.Path(path_type=Path), required=True, help="Folder for the engine's files."
+)
 @click.option("--steps", default=60, show_default=True)
 def main(store: Path, steps: int) -> None:
     torch.set_num_threads(1)

@@ -60,7 +60,9 @@ class Rung:
 
     @property
     def parameters(self) -> int:
-        return self.layers * (12 * self.width**2 + 13 * self.width) + (VOCABULARY + POSITIONS + 2) * self.width
+        return (
+            self.layers * (12 * self.width**2 + 13 * self.width) + (VOCABULARY + POSITIONS + 2) * self.width
+        )
 
     @property
     def model(self) -> dict[str, Any]:
@@ -124,7 +126,13 @@ class System:
         raise NotImplementedError
 
     def _run(
-        self, rung: Rung, cap: int, python: Path, module: str, settings: dict[str, Any], variables: dict[str, str]
+        self,
+        rung: Rung,
+        cap: int,
+        python: Path,
+        module: str,
+        settings: dict[str, Any],
+        variables: dict[str, str],
     ) -> Try:
         result = Try(rung)
         with (
@@ -169,7 +177,9 @@ class Fuyou(System):
             return self._no_room(FUYOU, rung)
         if self._baseline is None:
             self._baseline = self._measure_baseline()
-        result = Try(rung, problem=f"the cap is below what two Python processes take, {format_bytes(self._baseline)}")
+        result = Try(
+            rung, problem=f"the cap is below what two Python processes take, {format_bytes(self._baseline)}"
+        )
         for share in SHARES:
             budget = int((cap - self._baseline) * share)
             if budget <= 0:
@@ -244,7 +254,9 @@ def print_table(rows: list[Row]) -> None:
             median = sorted(largest.seconds)[len(largest.seconds) // 2]
             figures = (f"{format_count(largest.rung.parameters):>8} {largest.rung.layers:>7} x {largest.rung.width:<5}"
                        f" {median:>7.2f} {peak:>10}  {largest.note:32}")  # fmt: skip
-        why = f"{format_count(stopped.rung.parameters)}: {stopped.problem}" if stopped else "end of the ladder"
+        why = (
+            f"{format_count(stopped.rung.parameters)}: {stopped.problem}" if stopped else "end of the ladder"
+        )
         print(f"{format_bytes(row.cap):>9} {row.system:14} {figures} {why}")
 
 
@@ -253,12 +265,16 @@ def print_table(rows: list[Row]) -> None:
 @work_option
 @click.option("--caps", default="2GiB,4GiB,8GiB", show_default=True)
 @click.option("--systems", default="fuyou,zero-infinity", show_default=True)
-@click.option("--width", type=click.IntRange(min=64), help="One width, growing depth; without it, GPT-3's shapes.")
+@click.option(
+    "--width", type=click.IntRange(min=64), help="One width, growing depth; without it, GPT-3's shapes."
+)
 @click.option("--largest", help="Leave out sizes above this number of parameters: 2.1G, say.")
 @click.option("--threads", type=click.IntRange(min=1), default=cpu_count(), show_default=True)
 @click.option("--time-limit", type=float, default=240.0, show_default=True, help="Seconds for one try.")
 @click.option("--leave", default="4GB", show_default=True, help="Space to leave free on the drive.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here."
+)
 def main(
     ssd: Path, work: Path, caps: str, systems: str, width: int | None, largest: str | None, threads: int,
     time_limit: float, leave: str, json_path: Path | None,
@@ -275,12 +291,19 @@ def main(
 
 
 def run(
-    ladder: list[Rung], limits: list[int], names: list[str], options: Options, work: Path, json_path: Path | None
+    ladder: list[Rung],
+    limits: list[int],
+    names: list[str],
+    options: Options,
+    work: Path,
+    json_path: Path | None,
 ) -> None:
     """Climb with each system under each cap, small caps first."""
     known = {Fuyou.name, ZeroInfinity.name}
     if set(names) - known:
-        raise UserError(f"There is no system {', '.join(set(names) - known)}. There are: {', '.join(sorted(known))}.")
+        raise UserError(
+            f"There is no system {', '.join(set(names) - known)}. There are: {', '.join(sorted(known))}."
+        )
     environment = DeepSpeedEnvironment(work, say) if ZeroInfinity.name in names else None
     facts = {
         "command": shlex.join(["python", *sys.argv]),

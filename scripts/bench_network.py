@@ -184,7 +184,16 @@ class Worker:
             seconds, sent, payload = zip(*steps, strict=True)
             sent, payload = statistics.median(sent), statistics.median(payload)
             result = Measured(
-                case.name, strategy, rate, list(seconds), sent, payload, first, formula, formula_first, live.peak
+                case.name,
+                strategy,
+                rate,
+                list(seconds),
+                sent,
+                payload,
+                first,
+                formula,
+                formula_first,
+                live.peak,
             )
             report(dataclasses.asdict(result))
         sharding.close()
@@ -227,7 +236,9 @@ def table(results: list[Measured]) -> str:
             part = f"{r.sent_bytes / plain[r.case, r.rate]:.4f}"
         if r.exposed_seconds is not None:
             exposed, retained = f"{r.exposed_seconds:.2f}", f"{1 - r.exposed_seconds / r.median:.0%}"
-        megabytes = " | ".join(f"{count / 1e6:.2f}" for count in (r.sent_bytes, r.sent_payload, r.formula_bytes))
+        megabytes = " | ".join(
+            f"{count / 1e6:.2f}" for count in (r.sent_bytes, r.sent_payload, r.formula_bytes)
+        )
         lines.append(
             f"| {r.case} | {r.strategy} | {megabytes} | {off:+.1%} | {part} "
             f"| {r.peak_bytes / 1e6:.1f} | {r.rate} | {r.median:.3f} | {exposed} | {retained} |"
@@ -243,7 +254,9 @@ def table(results: list[Measured]) -> str:
 @click.option("--cases", default=",".join(map(str, range(len(CASES)))), show_default=True, help="By number.")
 @click.option("--steps", default=3, show_default=True, type=int, help="Timed steps at each rate.")
 @click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
-def main(nodes: int, ranks: int, rates: str, strategies: str, cases: str, steps: int, out: str | None) -> None:
+def main(
+    nodes: int, ranks: int, rates: str, strategies: str, cases: str, steps: int, out: str | None
+) -> None:
     """The command: the parent, and with RANK in the environment a worker."""
     chosen = [CASES[int(number)] for number in cases.split(",")]
     if "RANK" in os.environ:

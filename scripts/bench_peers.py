@@ -89,7 +89,9 @@ class Options:
 class ModelBenchmark:
     """All contenders on one model."""
 
-    def __init__(self, name: str, contenders: list[str], options: Options, deepspeed: DeepSpeedEnvironment | None):
+    def __init__(
+        self, name: str, contenders: list[str], options: Options, deepspeed: DeepSpeedEnvironment | None
+    ):
         preset, self.rows, self.seq_len = MODELS[name]
         self.options, self.deepspeed = options, deepspeed
         self.model = tomllib.loads(files("configs").joinpath(f"models/{preset}.toml").read_text())
@@ -189,7 +191,11 @@ class ModelBenchmark:
         memory_s = base.median if base and base.seconds else None
         rows: list[dict[str, Any]] = []
         for result in self.results.values():
-            row: dict[str, Any] = {"contender": result.entry.name, "what": result.entry.what, "problem": result.problem}
+            row: dict[str, Any] = {
+                "contender": result.entry.name,
+                "what": result.entry.what,
+                "problem": result.problem,
+            }
             if result.seconds:
                 read, written = statistics.mean(result.read), statistics.mean(result.written)
                 on_ssd = result.entry.on_ssd
@@ -218,7 +224,9 @@ def print_table(title: str, rows: list[dict[str, Any]], parameters: int) -> None
         ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
         per = f"{row['read_bytes'] / parameters:.1f}+{row['written_bytes'] / parameters:.1f}"
         bounds = "".join(
-            f" {row[key]:>7.2f} {row['seconds'] / row[key]:>{width}.2f}" if row[key] else f" {'-':>7} {'-':>{width}}"
+            f" {row[key]:>7.2f} {row['seconds'] / row[key]:>{width}.2f}"
+            if row[key]
+            else f" {'-':>7} {'-':>{width}}"
             for key, width in (("bound_s", 7), ("bound_apart_s", 6))
         )
         print(f"{row['contender']:24} {row['seconds']:>8.2f} {row['least']:>7.2f}-{row['most']:<7.2f} {ratio:>8}"
@@ -233,7 +241,8 @@ def print_table(title: str, rows: list[dict[str, Any]], parameters: int) -> None
 def merged(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """``settings`` with what ``overrides`` says differently, sections one level down merged too."""
     return settings | {
-        key: settings.get(key, {}) | value if isinstance(value, dict) else value for key, value in overrides.items()
+        key: settings.get(key, {}) | value if isinstance(value, dict) else value
+        for key, value in overrides.items()
     }
 
 
@@ -283,7 +292,9 @@ def told_how_it_ends(script: str) -> Iterator[None]:
 @click.option("--contenders", default=",".join(entries(1)), show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Measured steps per round.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Measured steps per round."
+)
 @click.option("--threads", type=click.IntRange(min=1), default=cpu_count(), show_default=True)
 @click.option(
     "--malloc",
@@ -305,7 +316,9 @@ def told_how_it_ends(script: str) -> Iterator[None]:
     metavar="JSON",
     help='Merged into ZeRO-Infinity\'s settings, for trying others: \'{"zero": {"sub_group_size": 1e8}}\'.',
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here."
+)
 def main(
     ssd: Path, work: Path, models: str, contenders: str, rounds: int, warmup: int, steps: int, threads: int,
     malloc: str, dtype: str, host_memory: str | None, streamed_memory: str | None, overrides: str,

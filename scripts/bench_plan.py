@@ -102,10 +102,21 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("all in host memory", "adam", 8, emulated(100), "4GiB"),
     Configuration("slow link", "link", 16, emulated(100, link="600MB/s"), "2GiB"),
     Configuration(
-        "activations, little memory", "gpu", 64, emulated(4, "2GB/s", memory="400MiB"), "700MiB", micro_batch=4
+        "activations, little memory",
+        "gpu",
+        64,
+        emulated(4, "2GB/s", memory="400MiB"),
+        "700MiB",
+        micro_batch=4,
     ),
     Configuration(
-        "one row of 16 K tokens in chunks", "gpu and ssd", 1, emulated(4, "1GB/s"), "900MiB", seq_len=16384, chunk=1024
+        "one row of 16 K tokens in chunks",
+        "gpu and ssd",
+        1,
+        emulated(4, "1GB/s"),
+        "900MiB",
+        seq_len=16384,
+        chunk=1024,
     ),
     Configuration("CPU, small", "gpu", 2, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
     Configuration("CPU, larger batch", "gpu", 8, "cpu", "2GiB", layers=8, hidden=512, seq_len=256),
@@ -193,7 +204,9 @@ def run(
         adapters=one.adapters, piece_size=one.piece_size, chunk=one.chunk, **options,
     ) as engine:  # fmt: skip
         runtime = engine._run.runtime
-        shape = runtime.batch_shape  # an engine's tasks count no attention, and the emulated device takes their time
+        shape = (
+            runtime.batch_shape
+        )  # an engine's tasks count no attention, and the emulated device takes their time
         runtime.batch_shape = lambda *sizes: replace(shape(*sizes), chunk_flops=chunk_flops)  # type: ignore[method-assign]
         ends = [time.monotonic()]
         for _ in range(steps + 2):
@@ -217,7 +230,9 @@ def measure(one: Configuration, ssd: Sequence[Path], steps: int) -> Row:
 
 
 @click.command()
-@click.option("--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True)
+@click.option(
+    "--ssd", type=click.Path(path_type=Path, exists=True, file_okay=False), multiple=True, required=True
+)
 @click.option("--only", type=int, multiple=True, help="Numbers of configurations, from 1. Default: all.")
 @click.option("--steps", default=4, show_default=True, help="Measured, after two that fill the pipeline.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False))
@@ -245,7 +260,9 @@ def main(ssd: tuple[Path, ...], only: tuple[int, ...], steps: int, json_file: Pa
             shutil.rmtree(path / NAME, ignore_errors=True)
     errors = [abs(row.ratio - 1) for row in rows]
     if errors:
-        click.echo(f"error: {statistics.median(errors):.1%} median, {max(errors):.1%} worst, of {len(errors)}")
+        click.echo(
+            f"error: {statistics.median(errors):.1%} median, {max(errors):.1%} worst, of {len(errors)}"
+        )
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

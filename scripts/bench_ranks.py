@@ -70,7 +70,9 @@ def main(
         facts = report(engine, topology, model, emulated, adam, adapters)
     everyone = all_gather_object((*moved, *listed))
     if topology.rank == 0:
-        read, written, listed_read, listed_written = map(sum, zip(*everyone[: topology.ranks_per_node], strict=True))
+        read, written, listed_read, listed_written = map(
+            sum, zip(*everyone[: topology.ranks_per_node], strict=True)
+        )
         print(json.dumps({
             "model": model, "nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node, "lora_rank": lora_rank,
             "step_seconds": round(statistics.median(seconds), 3), "read_bytes": read, "written_bytes": written,
@@ -118,7 +120,9 @@ def report(
 ) -> dict[str, Any]:  # fmt: skip
     """What formulas and simulation say, of a node."""
     nodes, total, trained = topology.nodes, engine.parameters, engine.trainable_parameters
-    if trained < total:  # what is frozen is read twice; adapters in fp32, kept in host memory, are only written
+    if (
+        trained < total
+    ):  # what is frozen is read twice; adapters in fp32, kept in host memory, are only written
         read, written = 2.0 * 2 * (total - trained), (4 + 8 / nodes) * trained
         sent = 8 * trained * (nodes - 1) / nodes
     else:
@@ -139,7 +143,9 @@ def report(
         )  # fmt: skip
         batch = engine.memory_plan.batch
         frozen = adapters.peft_config() if adapters is not None else None
-        layout = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).layout.shared(share_of(topology))
+        layout = describe_training(model, batch.rows, batch.seq_len, adapters=frozen).layout.shared(
+            share_of(topology)
+        )
         facts["simulated_seconds"] = round(simulate(layout, engine.memory_plan, rates).step_seconds(), 3)
     return facts
 

@@ -85,7 +85,9 @@ class Result:
 class Worker:
     """One rank: trains case by case and strategy by strategy, and has the rate changed in between."""
 
-    def __init__(self, strategies: Sequence[str], rates: Sequence[str], steps: int, levels: Levels | None = None):
+    def __init__(
+        self, strategies: Sequence[str], rates: Sequence[str], steps: int, levels: Levels | None = None
+    ):
         dist.init_process_group("gloo")
         self.topology = fcdp.Topology.from_environment(device="cpu", levels=levels)
         self.strategies, self.rates, self.steps = strategies, rates, steps
@@ -163,7 +165,9 @@ class Worker:
             optimizer.zero_grad()
             seconds = time.perf_counter() - started
             dist.barrier()
-            payload = (network_bytes() - before).sent_payload / self.topology.ranks_per_node  # all its ranks say it
+            payload = (
+                network_bytes() - before
+            ).sent_payload / self.topology.ranks_per_node  # all its ranks say it
             slowest = torch.tensor(seconds, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             told = torch.tensor([payload, sharding.traffic.inter_node - counted], dtype=torch.float64)
@@ -182,7 +186,9 @@ class Worker:
             steps = [step() for _ in range(self.steps)]
             seconds, payload, counted = (statistics.median(values) for values in zip(*steps, strict=True))
             results.append(
-                Result(case.name, case.micro_batches, strategy, rate, seconds, payload, counted, formula, held)
+                Result(
+                    case.name, case.micro_batches, strategy, rate, seconds, payload, counted, formula, held
+                )
             )
         sharding.close()
         return results
@@ -249,7 +255,9 @@ CONSIDERED = (
 @click.option("--shapes", default="0,1,2", show_default=True, help="By number.")
 @click.option("--steps", default=3, show_default=True, type=int, help="Timed steps of each.")
 @click.option("--out", default=None, type=click.Path(dir_okay=False), help="Write all figures here, as JSON.")
-def times(nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None) -> None:
+def times(
+    nodes: int, ranks: int, rates: str, strategies: str, shapes: str, steps: int, out: str | None
+) -> None:
     """Step times next to the planner's, and what its choice is worth."""
     if "RANK" in os.environ:
         cases = [SHAPES[int(number)] for number in shapes.split(",")]

@@ -26,7 +26,11 @@ from common.errors import UserError
 from common.memory.cgroups import ControlGroup, own_groups
 from common.units import format_bytes, parse_bytes
 
-CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127  # Exit statuses of our own, as ``env`` and ``timeout`` use them
+CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = (
+    125,
+    126,
+    127,
+)  # Exit statuses of our own, as ``env`` and ``timeout`` use them
 
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 SENT_BY_KERNEL = 0x80
@@ -135,7 +139,9 @@ def run_in(group: CappedGroup, command: Sequence[str]) -> Outcome:
             if news and news.si_signo != signal.SIGCHLD and news.si_code != SENT_BY_KERNEL:
                 process.send_signal(news.si_signo)
     except subprocess.SubprocessError as error:
-        raise CannotCapError(f"Cannot move a process into {group.path}: its cgroup.procs cannot be written.") from error
+        raise CannotCapError(
+            f"Cannot move a process into {group.path}: its cgroup.procs cannot be written."
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     left_behind = _end_what_is_left(group)
@@ -192,8 +198,12 @@ def _write_if_there(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, help=__doc__)
-@click.option("--memory", required=True, metavar="SIZE", help="The limit: 4GiB, 512MiB, or a number of bytes.")
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, help=__doc__
+)
+@click.option(
+    "--memory", required=True, metavar="SIZE", help="The limit: 4GiB, 512MiB, or a number of bytes."
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(memory: str, command: tuple[str, ...]) -> None:
     try:

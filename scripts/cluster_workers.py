@@ -40,7 +40,9 @@ def lead(
     """
     leader: subprocess.Popen[str] | None = None
     for node, environment in rank_environments(cluster, ranks):
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
+        pipes: dict[str, Any] = (
+            {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if leader is None else {}
+        )
         threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         process = cluster.start(node, [sys.executable, script, *arguments], environment | threads, **pipes)
         leader = leader or process

@@ -51,7 +51,11 @@ def newcomers_environment(folder: Path) -> dict[str, str]:
     command.chmod(0o755)
     caches = {"HF_HOME": f"{folder}/hub", "FINETUNE_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}
     paths = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": f"{folder}:{os.environ['PATH']}"}
-    return {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "NO_COLOR")} | caches | paths
+    return (
+        {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "NO_COLOR")}
+        | caches
+        | paths
+    )
 
 
 def run_step(step: Step, directory: Path, output: Path, environment: dict[str, str]) -> Ended:
@@ -110,11 +114,15 @@ def main(words: tuple[str, ...]) -> None:
     with TemporaryDirectory(prefix="first-day-") as temporary:
         make_materials(work := Path(temporary))
         print(f"{'action':70} commands  longest   silent  as the docs say")
-        for number, name in enumerate(each for each in ACTIONS if not words or any(word in each for word in words)):
+        for number, name in enumerate(
+            each for each in ACTIONS if not words or any(word in each for word in words)
+        ):
             ended, problems = run_action(name, work, work / str(number))
             failed += bool(problems)
             longest, silence = (max(getattr(end, field) for end in ended) for field in ("seconds", "silence"))
-            print(f"{name:70} {len(ended):8} {longest:6.1f} s {silence:6.1f} s  {'NO' if problems else 'yes'}")
+            print(
+                f"{name:70} {len(ended):8} {longest:6.1f} s {silence:6.1f} s  {'NO' if problems else 'yes'}"
+            )
             print("".join(f"    {text}\n" for text in problems), end="", flush=True)
     print(f"{failed} of the actions did not end as they should." if failed else "All ended as they should.")
     sys.exit(bool(failed))

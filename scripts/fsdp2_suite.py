@@ -108,7 +108,15 @@ def run_tests(tests: list[str], ours: bool, file: Path | None) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         fcdp.replace_fsdp2()
     pytest.main(
-        ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors", *tests],
+        [
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+            "--continue-on-collection-errors",
+            *tests,
+        ],
         plugins=[Recorder(file)],
     )
 
@@ -117,7 +125,15 @@ def in_a_process(tests: list[str], ours: bool, timeout_s: float) -> dict[str, tu
     """Return how each test ended in a separate process; those that it had no time for are missing."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "ended.jsonl", Path(folder) / "log"
-        command = [sys.executable, __file__, *tests, "--only", "ours" if ours else "fsdp2", "--to", str(result)]
+        command = [
+            sys.executable,
+            __file__,
+            *tests,
+            "--only",
+            "ours" if ours else "fsdp2",
+            "--to",
+            str(result),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"}
         with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, env=env, stdout=output, stderr=output, timeout=timeout_s, check=False)
@@ -139,7 +155,9 @@ def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) 
     for name in sorted(plain):
         here, there = plain[name][0], ours.get(name, ("missing", ""))
         print(f"{here:8} {there[0]:8} {name}" + (f"\n    {there[1]}" if here == "passed" != there[0] else ""))
-    print("\n| file | passed with FSDP2 | of these with ours | failed with FSDP2 | skipped |\n|---|---|---|---|---|")
+    print(
+        "\n| file | passed with FSDP2 | of these with ours | failed with FSDP2 | skipped |\n|---|---|---|---|---|"
+    )
     for file in sorted({name.split("::")[0] for name in plain}):
         ended = Counter(how for name, (how, _) in plain.items() if name.startswith(f"{file}::"))
         ours_too = sum(name.startswith(f"{file}::") for name in with_ours)
@@ -151,7 +169,9 @@ def report(plain: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("tests", nargs="+", help="directory of the tests, files, or tests as pytest names them")
+    parser.add_argument(
+        "tests", nargs="+", help="directory of the tests, files, or tests as pytest names them"
+    )
     parser.add_argument("--only", choices=("fsdp2", "ours"), help="run with one of the two, in this process")
     parser.add_argument("--to", type=Path, help="with --only: file for how each test ended")
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of either run")

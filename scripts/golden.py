@@ -26,7 +26,12 @@ BYTE_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SIZES = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-WIDE = {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256, "initializer_range": 0.1}
+WIDE = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 264, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
     | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
@@ -72,11 +77,15 @@ def make_materials(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     special = ["<s>", "<|im_end|>", "<|im_start|>", "<pad>"]
-    vocab = {token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     byte_level = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     byte_level.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level, eos_token="<|im_end|>", pad_token="<pad>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = BYTE_TEMPLATE
     for family, fields in FAMILIES.items():
@@ -85,9 +94,14 @@ def make_materials(folder: Path) -> None:
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
     nouns = ["river", "stone", "engine", "garden", "letter", "window", "forest", "bridge"]
-    texts = [f"The {a} is near the {b}, and number {i} of them is old." for i, a in enumerate(nouns) for b in nouns]
+    texts = [
+        f"The {a} is near the {b}, and number {i} of them is old." for i, a in enumerate(nouns) for b in nouns
+    ]
     chats = [
-        [{"role": "user", "content": f"Where is the {a}?"}, {"role": "assistant", "content": f"Near the {b}."}]
+        [
+            {"role": "user", "content": f"Where is the {a}?"},
+            {"role": "assistant", "content": f"Near the {b}."},
+        ]
         for a in nouns
         for b in nouns
     ]
@@ -136,7 +150,10 @@ def train(tree: Path, folder: Path, name: str) -> dict[str, Any]:
         if result.returncode:
             return {"error": result.stderr.strip().splitlines()[-1]}
     lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
-    figures = [{key: line[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in line} for line in lines]
+    figures = [
+        {key: line[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in line}
+        for line in lines
+    ]
     return {"figures": figures, "weights": exported(output)}
 
 

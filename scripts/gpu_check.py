@@ -49,18 +49,31 @@ RESERVE_S = 25.0  # Kept back at the end for the last section's grace
 
 
 @click.command(help=__doc__)
-@click.option("--ssd", required=True, type=click.Path(exists=True, file_okay=False), help="On the drive to measure.")
-@click.option("--output", required=True, type=click.Path(file_okay=False), help="For results.json, results.md, traces.")
+@click.option(
+    "--ssd", required=True, type=click.Path(exists=True, file_okay=False), help="On the drive to measure."
+)
+@click.option(
+    "--output", required=True, type=click.Path(file_okay=False), help="For results.json, results.md, traces."
+)
 @click.option("--device", default="cuda:0", show_default=True)
-@click.option("--device-memory", default="24GiB", show_default=True, help="The engine's at most; 'all': what is free.")
+@click.option(
+    "--device-memory", default="24GiB", show_default=True, help="The engine's at most; 'all': what is free."
+)
 @click.option("--host-memory", help="What the engine may use. [default: four fifths of what is available]")
 @click.option(
-    "--preset", "presets", multiple=True, help="Repeatable. [default: gpt3-1.3b, and the largest the drive holds]"
+    "--preset",
+    "presets",
+    multiple=True,
+    help="Repeatable. [default: gpt3-1.3b, and the largest the drive holds]",
 )
-@click.option("--batch", "batches", multiple=True, type=int, help="Sequences; repeatable. [default: 16, 64, 256]")
+@click.option(
+    "--batch", "batches", multiple=True, type=int, help="Sequences; repeatable. [default: 16, 64, 256]"
+)
 @click.option("--seq-len", default=1024, show_default=True)
 @click.option("--minutes", default=9.0, show_default=True, help="For everything together.")
-@click.option("--sections", help="Only these, by comma: names as above; 'engine' stands for that of every preset.")
+@click.option(
+    "--sections", help="Only these, by comma: names as above; 'engine' stands for that of every preset."
+)
 @click.option("--quick", is_flag=True, help="Tiny sizes: test the script.")
 @click.option("--run-section", hidden=True)
 @click.option("--settings", "settings_text", hidden=True)
@@ -78,7 +91,9 @@ def main(
         command="python " + shlex.join(sys.argv),
     )  # fmt: skip
     if quick:
-        settings = replace(settings, presets=("tiny",), batches=(2,), seq_len=32, host_memory=host_memory or "600MiB")
+        settings = replace(
+            settings, presets=("tiny",), batches=(2,), seq_len=32, host_memory=host_memory or "600MiB"
+        )
     Path(output).mkdir(parents=True, exist_ok=True)
     sys.exit(everything(settings, time.time() + 60 * minutes, sections.split(",") if sections else None))
 
@@ -107,7 +122,9 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
     """Run the sections one after the other; the exit status says whether any failed."""
     names = planned(settings, wanted)
     journal = Journal(Path(settings.output))
-    results = journal.read() if wanted is not None else {"sections": {}}  # chosen sections join earlier results
+    results = (
+        journal.read() if wanted is not None else {"sections": {}}
+    )  # chosen sections join earlier results
     for name in names:
         results["sections"].pop(name, None)
     journal.write({**results, "command": settings.command, "date": date.today().isoformat()})
@@ -123,7 +140,9 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
         failed += status not in ("done", "skipped")
     remove_data(Path(settings.ssd))
     print("\n" + (Path(settings.output) / "results.md").read_text(), flush=True)
-    print(f"Send back {settings.output}: results.md and results.json, and what was printed above if something failed.")
+    print(
+        f"Send back {settings.output}: results.md and results.json, and what was printed above if something failed."
+    )
     return 1 if failed else 0
 
 

@@ -76,7 +76,9 @@ class NetworkBytes:
 
     def __sub__(self, earlier: "NetworkBytes") -> "NetworkBytes":
         return NetworkBytes(
-            self.sent - earlier.sent, self.received - earlier.received, self.sent_packets - earlier.sent_packets
+            self.sent - earlier.sent,
+            self.received - earlier.received,
+            self.sent_packets - earlier.sent_packets,
         )
 
 
@@ -91,7 +93,9 @@ def network_bytes(device: str = DEVICE) -> NetworkBytes:
         if name.strip() == device:
             fields = numbers.split()
             return NetworkBytes(sent=int(fields[8]), received=int(fields[0]), sent_packets=int(fields[9]))
-    raise ClusterError(f"This process has no network device {device!r}: it does not run on a node of a netcluster.")
+    raise ClusterError(
+        f"This process has no network device {device!r}: it does not run on a node of a netcluster."
+    )
 
 
 class Cluster:
@@ -243,7 +247,9 @@ def check_possible() -> None:
         UserError: no root, or no ip or tc.
     """
     if os.geteuid() != 0:
-        raise UserError("An emulated cluster needs root: network namespaces and traffic control do. Try it with sudo.")
+        raise UserError(
+            "An emulated cluster needs root: network namespaces and traffic control do. Try it with sudo."
+        )
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise UserError(f"An emulated cluster needs the command {tool!r}: install the package iproute2.")
@@ -261,7 +267,9 @@ def remove_leftovers() -> list[str]:
 
 
 def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run(["ip", "netns", "list"], may_fail=True).splitlines() if line.strip()]
+    return [
+        line.split()[0] for line in _run(["ip", "netns", "list"], may_fail=True).splitlines() if line.strip()
+    ]
 
 
 def _remove(namespace: str) -> None:
@@ -316,7 +324,11 @@ def rank_environments(cluster: Cluster, ranks: int) -> Iterator[tuple[int, dict[
 
 def node_environments(cluster: Cluster) -> Iterator[tuple[int, dict[str, str]]]:
     """Node and environment of a launcher on each node."""
-    shared = {"MASTER_ADDR": cluster.master_address, "MASTER_PORT": str(MASTER_PORT), **thread_limit(cluster.nodes)}
+    shared = {
+        "MASTER_ADDR": cluster.master_address,
+        "MASTER_PORT": str(MASTER_PORT),
+        **thread_limit(cluster.nodes),
+    }
     for node in range(cluster.nodes):
         yield node, {"NNODES": str(cluster.nodes), "NODE_RANK": str(node), **shared}
 
@@ -359,9 +371,15 @@ def main() -> None:
 
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.option("--nodes", default=2, show_default=True, type=int, help="How many nodes.")
-@click.option("--ranks", default=1, show_default=True, type=int, help="How often COMMAND is started on each node.")
-@click.option("--per-node", is_flag=True, help="Start COMMAND once on each node: it starts its workers itself.")
-@click.option("--rate", default="unlimited", show_default=True, help="Of every link: 1gbit, 100mbit, unlimited.")
+@click.option(
+    "--ranks", default=1, show_default=True, type=int, help="How often COMMAND is started on each node."
+)
+@click.option(
+    "--per-node", is_flag=True, help="Start COMMAND once on each node: it starts its workers itself."
+)
+@click.option(
+    "--rate", default="unlimited", show_default=True, help="Of every link: 1gbit, 100mbit, unlimited."
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def up(nodes: int, ranks: int, per_node: bool, rate: str, command: tuple[str, ...]) -> None:
     """Make a cluster, run COMMAND on it, take it down."""
@@ -382,7 +400,9 @@ def up(nodes: int, ranks: int, per_node: bool, rate: str, command: tuple[str, ..
                 relay.join(timeout=1)
             for node in range(nodes):
                 moved = cluster.counters(node) - before[node]
-                click.echo(f"node {node}: sent {format_bytes(moved.sent)}, received {format_bytes(moved.received)}")
+                click.echo(
+                    f"node {node}: sent {format_bytes(moved.sent)}, received {format_bytes(moved.received)}"
+                )
     except FinetuneError as error:
         click.echo(f"netcluster: {error}", err=True)
         sys.exit(error.exit_status)

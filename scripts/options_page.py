@@ -41,7 +41,11 @@ def options_page() -> str:
 
 
 def _item(option: GroupedOption) -> str:
-    takes = "" if option.is_flag else f" {option.make_metavar(click.Context(click.Command('finetune'))).strip('[]')}"
+    takes = (
+        ""
+        if option.is_flag
+        else f" {option.make_metavar(click.Context(click.Command('finetune'))).strip('[]')}"
+    )
     value = option.plain_default
     default = f" (`{' '.join(value) if option.words else value}`)" if option.show_default else ""
     commands = option.declaration.commands

@@ -106,7 +106,9 @@ def large_model_tables() -> str:
 
 # -- the paper's server, in README.md --------------------------------------------------------------------------------
 
-SERVER = "--gpu 4090 --drive intel-p5510-3.84tb --ssds 12 --host-memory 768GiB --model gpt3-175b --batch-size 64"
+SERVER = (
+    "--gpu 4090 --drive intel-p5510-3.84tb --ssds 12 --host-memory 768GiB --model gpt3-175b --batch-size 64"
+)
 
 
 def server_sentence(plan: dict[str, Any]) -> str:

@@ -44,7 +44,9 @@ DATA = tomllib.loads(Path(__file__).with_name("published").joinpath("fuyou.toml"
 
 # Whole blocks that fill device memory: parameters and fp16 gradients, two of each, so that one moves while the other
 # computes. (With three or five, the largest model on an RTX 4090 would not be the one that the paper names.)
-DEVICE_BUFFERS = BufferCounts(device_blocks=2, device_block_gradients=2, host_blocks=5, host_block_gradients=2)
+DEVICE_BUFFERS = BufferCounts(
+    device_blocks=2, device_block_gradients=2, host_blocks=5, host_block_gradients=2
+)
 # fp32 host buffers of whole blocks: the optimizer is "based on ZeRO-Infinity's", which holds four tensors of a group
 # (parameter, gradient, mean, variance), for a group that is read, one that is updated, and one that is written.
 STATE_BUFFERS = 3 * 4
@@ -298,12 +300,18 @@ class PaperScheme:
                 nbytes[layer] += 2 * width * unit
                 flops[layer] += cost * unit * self.hidden
         away: dict[int, Task] = {}
-        leaving: list[Task] = []  # one block behind, or a block's input would queue behind what the last one saved
+        leaving: list[
+            Task
+        ] = []  # one block behind, or a block's input would queue behind what the last one saved
         backward: list[Task] = []
         tasks: list[Task] = []
         for task in step.tasks:
             phase = task.visit.phase if task.visit else None
-            block = task.visit.layer if task.visit and phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else None
+            block = (
+                task.visit.layer
+                if task.visit and phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
+                else None
+            )
             swapped = 0 if block is None else nbytes[block]
             if block is not None and swapped and phase is Phase.BLOCK_BACKWARD:
                 task.flops -= flops[block]
@@ -423,7 +431,9 @@ def figures() -> Iterator[Row]:
         yield Row("5 and 6, TFLOP/s", f"{system}, {model}, {gpu}, batch {batch}", published, planned)
     for model, batch, published in DATA["overlap"]:
         # In tokens: what is swapped differs, and with it the FLOPs that are done.
-        rates = [paper(model, batch, server("rtx-4090"), kind).plan.tokens_per_second for kind in (True, False)]
+        rates = [
+            paper(model, batch, server("rtx-4090"), kind).plan.tokens_per_second for kind in (True, False)
+        ]
         yield Row("7, over no overlap", f"{model}, batch {batch}", published, rates[0] / rates[1])
     for gpu, batch, published in DATA["pipelining"]:
         scheme = paper("gpt3-13b", batch, server(gpu), overlaps=False)
@@ -431,10 +441,14 @@ def figures() -> Iterator[Row]:
         yield Row("8, no overlap, over ZeRO-Inf.", f"gpt3-13b, {gpu}, batch {batch}", published, planned)
     for batch, published in DATA["swaps"]:
         scheme = paper("gpt3-13b", batch, server("a100-80g"))
-        yield Row("9, swap coefficient", f"gpt3-13b, batch {batch}", published, f"{scheme.swap.coefficient:.2f}")
+        yield Row(
+            "9, swap coefficient", f"gpt3-13b, batch {batch}", published, f"{scheme.swap.coefficient:.2f}"
+        )
         tried = [Swap(), *list(scheme.swaps())[9::10]]  # every tenth
         least = min(replace(scheme, fixed_swap=swap).plan.step_seconds for swap in tried)
-        yield Row("9, seconds over the least", f"gpt3-13b, batch {batch}", 1, scheme.plan.step_seconds / least)
+        yield Row(
+            "9, seconds over the least", f"gpt3-13b, batch {batch}", 1, scheme.plan.step_seconds / least
+        )
     dollars = {drives: tokens_per_dollar(drives) for drives in DATA["drive_counts"]}
     yield Row("10a, best drives", ", ".join(f"{drives}: {rate:.1f}" for drives, rate in dollars.items()),
               DATA["best_drives"], max(dollars, key=lambda drives: dollars[drives]))  # fmt: skip
@@ -455,19 +469,27 @@ def describe(scheme: PaperScheme) -> Iterator[str]:
     yield f"  D_f (11)          {start + swap.nbytes / 1e9:10.2f} GB, swap coefficient {swap.coefficient:.2f}"
     yield f"  simulated step    {plan.step_seconds:10.2f} s, {scheme.tflops():.1f} TFLOP/s with recomputation"
     yield f"  tokens/s          {plan.tokens_per_second:10.1f}"
-    for memory, nbytes in (("device", plan.device_peak_bytes), ("host", plan.host_peak_bytes), ("SSD", plan.ssd_bytes)):
+    for memory, nbytes in (
+        ("device", plan.device_peak_bytes),
+        ("host", plan.host_peak_bytes),
+        ("SSD", plan.ssd_bytes),
+    ):
         yield f"  {memory:18}{format_bytes(nbytes):>12}"
 
 
 @click.command()
-@click.option("--model", help="Preset, configuration, or checkpoint to plan; without it, the paper's figures.")
+@click.option(
+    "--model", help="Preset, configuration, or checkpoint to plan; without it, the paper's figures."
+)
 @click.option("--batch", default=1, show_default=True, help="Sequences of a step.")
 @click.option("--seq-len", default=DATA["seq_len"], show_default=True)
 @click.option("--gpu", default="rtx-4090", show_default=True)
 @click.option("--host-memory", default=768.0, show_default=True, help="GiB.")
 @click.option("--drive", default=DATA["drive"], show_default=True)
 @click.option("--drives", default=DATA["drives"], show_default=True)
-@click.option("--drives-limit", default=DATA["drives_limit"], show_default=True, help="Most GB/s of all, or inf.")
+@click.option(
+    "--drives-limit", default=DATA["drives_limit"], show_default=True, help="Most GB/s of all, or inf."
+)
 @click.option(
     "--adam", default=DATA["adam"], show_default=True, help="10^9 parameters per second that the CPU updates."
 )

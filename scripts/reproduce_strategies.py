@@ -36,13 +36,20 @@ from published.score import values
 def states(strategies: Iterable[Strategy], workload: Workload, cluster: Cluster) -> list[Estimate]:
     """Every strategy's costs, without recomputation."""
     workload = replace(workload, deepspeed_states=True)
-    return [estimate(strategy.on(cluster.levels), workload, cluster, checkpointing=False) for strategy in strategies]
+    return [
+        estimate(strategy.on(cluster.levels), workload, cluster, checkpointing=False)
+        for strategy in strategies
+    ]
 
 
 def same(ours: float, theirs: float) -> str:
     """A verdict on two numbers."""
     return (
-        "yes" if abs(ours - theirs) <= 1e-6 * max(abs(theirs), 1e-30) else f"{ours / theirs:.3g} x" if theirs else "no"
+        "yes"
+        if abs(ours - theirs) <= 1e-6 * max(abs(theirs), 1e-30)
+        else f"{ours / theirs:.3g} x"
+        if theirs
+        else "no"
     )
 
 
@@ -56,7 +63,12 @@ PARO_TABLE_1 = {
     "ING": "-yy-", "III": "--y-", "IIG": "yy--", "IGG": "yyy-", "GNG": "-yyy", "GIG": "-yy-", "GGG": "yyy-",
 }  # fmt: skip
 """Table 1, column by column: all parameters trainable, a sixth or more, less, adapters."""
-PARO_RATIOS = (1.0, 0.5, 0.1, 0.002)  # A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C)
+PARO_RATIOS = (
+    1.0,
+    0.5,
+    0.1,
+    0.002,
+)  # A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C)
 
 
 def recommended(ratio: float) -> set[str]:
@@ -67,7 +79,10 @@ def recommended(ratio: float) -> set[str]:
     cluster = load_cluster("a100-ib").resized(PARO_LEVELS)
     workload = replace(PARO_WORKLOAD, trainable=ratio * PARO_WORKLOAD.parameters)
     estimates = states([PRESETS[f"paro-{scopes.lower()}"] for scopes in PARO], workload, cluster)
-    costs = {state.layout.strategy.scopes: (state.memory.states, state.communication_seconds) for state in estimates}
+    costs = {
+        state.layout.strategy.scopes: (state.memory.states, state.communication_seconds)
+        for state in estimates
+    }
 
     def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
         no_worse = all(x <= y * (1 + SAME) for x, y in zip(a, b, strict=True))
@@ -135,7 +150,9 @@ def paro_table_2() -> str:
         ours = (memory.parameters + memory.secondary, memory.gradients, memory.optimizer)
         pairs = list(zip(ours, parts, strict=True))
         cells = [f"{part * psi / 1e9:.2f} / {mine / 1e9:.2f}" for mine, part in pairs]
-        rows.append((name, *cells, "yes" if all(same(mine, part * psi) == "yes" for mine, part in pairs) else "no"))
+        rows.append(
+            (name, *cells, "yes" if all(same(mine, part * psi) == "yes" for mine, part in pairs) else "no")
+        )
     headings = ("strategy", "P theirs / ours, GB", "G", "OS", "same")
     return f"### PaRO, table 2, at figure 5's 7B, N = 64, M = 8\n\n{table(headings, rows)}\n"
 
@@ -173,10 +190,16 @@ def paro_table_3() -> str:
             "memory falls from ZeRO-1 over ZeRO-2 to ZeRO-3",
             totals["zero1"][2] > totals["zero2"][2] > totals["zero3"][2],
         ),
-        ("both volumes rise", all(totals["zero1"][i] < totals["zero2"][i] < totals["zero3"][i] for i in (0, 1))),
+        (
+            "both volumes rise",
+            all(totals["zero1"][i] < totals["zero2"][i] < totals["zero3"][i] for i in (0, 1)),
+        ),
         (
             "ZeRO++, IGG, IIG: inside about as ZeRO-3 (2 %)",
-            all(abs(totals[x][1] / totals["zero3"][1] - 1) < 0.02 for x in ("zero++-exact", "paro-igg", "paro-iig")),
+            all(
+                abs(totals[x][1] / totals["zero3"][1] - 1) < 0.02
+                for x in ("zero++-exact", "paro-igg", "paro-iig")
+            ),
         ),
         ("MiCS slightly more inside than ZeRO-3", 1 < totals["mics"][1] / totals["zero3"][1] < 1.2),
         (
@@ -292,7 +315,9 @@ def amsp_table_iv() -> str:
         for gpus in (smallest, 512, 1024):
             plan = amsp_plan(model, gpus, "communication")
             choice = plan.choice
-            same_as_paper = next((candidate for candidate in plan.estimates if candidate.name == theirs), None)
+            same_as_paper = next(
+                (candidate for candidate in plan.estimates if candidate.name == theirs), None
+            )
             if choice is None or same_as_paper is None:
                 raise SystemExit(f"{model} on {gpus} GPUs: nothing fits, or their choice is not in the space")
             rows.append((
@@ -364,7 +389,15 @@ def topo_memory() -> str:
         rows.append((
             name, f"{p} {g} {os}", scopes, f"{weights:.4f}", f"{ours[0]:.4f}", f"{gradients:.4f}", f"{ours[1]:.4f}"
         ))  # fmt: skip
-    headings = ("strategy", "table IV, two nodes", "same", "table V, B per parameter", "ours", "table VI", "ours")
+    headings = (
+        "strategy",
+        "table IV, two nodes",
+        "same",
+        "table V, B per parameter",
+        "ours",
+        "table VI",
+        "ours",
+    )
     return f"""### ZeRO-topo, tables IV, V and VI on two nodes (2 x 4 x 2)
 
 {table(headings, rows)}
@@ -439,7 +472,15 @@ def fcdp_memory() -> str:
     ):
         memory = states([PRESETS[preset]], workload, cluster)[0].memory
         ours = memory.secondary if preset == "zero++-exact" else memory.parameters
-        rows.append((name, f"{theirs / 1e9:.1f}", f"{ours / 1e9:.2f}", f"{host / 1e9:.0f}", f"{memory.host / 1e9:.0f}"))
+        rows.append(
+            (
+                name,
+                f"{theirs / 1e9:.1f}",
+                f"{ours / 1e9:.2f}",
+                f"{host / 1e9:.0f}",
+                f"{memory.host / 1e9:.0f}",
+            )
+        )
     headings = ("system", "GB of P per GPU, theirs", "ours", "GB of host per node, theirs", "ours")
     shared = 2 * 15e9 / 8 / 1e9
     return f"""### FCDP, section VI-A: 30 B parameters, 4 x 8 GPUs
@@ -476,7 +517,9 @@ def fcdp_volumes() -> str:
             cells.append(f"{total / base[ratio]:.4f}")
         rows.append((name, f"{(forward + backward) / 213.73:.4f}", *cells))
     alike = [replace(PRESETS["zero3"], ring="hierarchical"), PRESETS["zero3"], presets["FCDP-Comm"]]
-    level, flat, cached = (state.inter_node_bytes for state in states(alike, Workload(30e9, 30e9, blocks=40), cluster))
+    level, flat, cached = (
+        state.inter_node_bytes for state in states(alike, Workload(30e9, 30e9, blocks=40), cluster)
+    )
     return f"""### FCDP, table VII: bytes across nodes over ZeRO-3's, LoRA, two nodes
 
 {table(("system", "theirs", "ours, 1 % trainable", "ours, 0.055 %"), rows)}
@@ -507,7 +550,9 @@ SECTIONS: tuple[Callable[[], str], ...] = (
 
 def main() -> None:
     """Print the tables, or the values as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print all published and planned values, as JSON")
     if parser.parse_args().json:
         print(json.dumps([asdict(value) for value in values()], indent=1))

@@ -34,7 +34,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 
 from families.children import run_forked
-from families.shapes import PUBLISHED, ROWS, TOKENS, UNKNOWN, ShapePlan, plan_shapes, published, shapes_section
+from families.shapes import (
+    PUBLISHED,
+    ROWS,
+    TOKENS,
+    UNKNOWN,
+    ShapePlan,
+    plan_shapes,
+    published,
+    shapes_section,
+)
 from families.trial import EXACT_LOSS, EXACT_WEIGHT, Finding, Mode, try_family
 
 # Before the first product, here and in the processes that are forked: MKL's sums would depend on where in memory a
@@ -73,7 +82,9 @@ def sweep(names: list[str], mode: Mode, jobs: int, seconds: float) -> list[Findi
             finding = Finding(**result)
         else:
             late = f"took more than {seconds:.0f} s"
-            finding = Finding(name, "hang" if failure == "hang" else "crash", late if failure == "hang" else failure)
+            finding = Finding(
+                name, "hang" if failure == "hang" else "crash", late if failure == "hang" else failure
+            )
         findings[name] = finding
         if finding.verdict != "exact":
             click.echo(f"{name}: {finding.verdict}: {finding.reason} {finding.tensor}".rstrip(), err=True)
@@ -116,7 +127,9 @@ def summary(findings: list[Finding]) -> str:
 @click.option("--lora", is_flag=True, help="Train adapters.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of a row that are computed at once.")
-@click.option("--shapes", is_flag=True, help="Plan families and published models at the shapes that they have.")
+@click.option(
+    "--shapes", is_flag=True, help="Plan families and published models at the shapes that they have."
+)
 @click.option("--unproven", is_flag=True, help="Without the engine's own proof: shows what that refuses.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Families at a time.")
 @click.option("--seconds", default=60.0, show_default=True, help="That a family may take.")
@@ -134,16 +147,24 @@ def main(
     mode = Mode(packed, bf16, lora, micro_batches, chunk, unproven)
     findings = sweep(names_of(names, part), mode, jobs, seconds)
     if json_path is not None:
-        json_path.write_text(json.dumps([finding.to_dict() for finding in findings], indent=1), encoding="utf-8")
+        json_path.write_text(
+            json.dumps([finding.to_dict() for finding in findings], indent=1), encoding="utf-8"
+        )
     if write is not None:
-        _, heading, by_hand = write.read_text(encoding="utf-8").partition(BY_HAND) if write.exists() else ("", "", "")
+        _, heading, by_hand = (
+            write.read_text(encoding="utf-8").partition(BY_HAND) if write.exists() else ("", "", "")
+        )
         write.write_text(page(findings, mode) + heading + by_hand, encoding="utf-8")
-    click.echo(f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)")
+    click.echo(
+        f"{len(findings)} families, {mode.name}: {summary(findings)} ({time.monotonic() - began:.0f} s)"
+    )
     sys.stdout.flush()
     os._exit(any(finding.verdict in BAD for finding in findings))
 
 
-def _plan_all(names: list[str], jobs: int, seconds: float, json_path: Path | None, write: Path | None) -> NoReturn:
+def _plan_all(
+    names: list[str], jobs: int, seconds: float, json_path: Path | None, write: Path | None
+) -> NoReturn:
     """Plan models at the shapes that they have, and end the process."""
     began, plans = time.monotonic(), list[ShapePlan]()
     for plan in plan_shapes(names, jobs, seconds):
@@ -191,7 +212,9 @@ def page(findings: list[Finding], mode: Mode) -> str:
         ),
     ]  # fmt: skip
     for verdict in reversed(ORDER):
-        these = sorted((finding for finding in findings if finding.verdict == verdict), key=lambda one: one.name)
+        these = sorted(
+            (finding for finding in findings if finding.verdict == verdict), key=lambda one: one.name
+        )
         if these:
             lines += ["", f"## {verdict.capitalize()}", "", *_wrapped(_MEANING[verdict]), ""]
         if verdict == "exact":

@@ -20,13 +20,17 @@ def imported(folder: str) -> Iterator[tuple[Path, str]]:
 
 
 def test_scripts_import_nothing_from_tests() -> None:
-    assert [(file.name, name) for file, name in imported("scripts") if name.partition(".")[0] == "tests"] == []
+    assert [
+        (file.name, name) for file, name in imported("scripts") if name.partition(".")[0] == "tests"
+    ] == []
 
 
 def test_no_test_imports_another_test() -> None:
     found = [(file, name) for file, name in imported("tests") if name.startswith("tests.")]
     assert len(found) > 100
-    others = [(file.name, name) for file, name in found if any(part.startswith("test_") for part in name.split("."))]
+    others = [
+        (file.name, name) for file, name in found if any(part.startswith("test_") for part in name.split("."))
+    ]
     assert others == []
 
 
@@ -39,7 +43,13 @@ def test_one_module_alone_seeds_pytorchs_generators() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
     ]
-    seeding = {"torch.manual_seed", "torch.random.manual_seed", "torch.seed", "torch.random.fork_rng", "set_seed"}
+    seeding = {
+        "torch.manual_seed",
+        "torch.random.manual_seed",
+        "torch.seed",
+        "torch.random.fork_rng",
+        "set_seed",
+    }
     assert sorted((file, name) for file, name in calls if name in seeding or ".cuda.manual_seed" in name) == [
         ("common/randomness.py", "torch.manual_seed"),
         ("common/randomness.py", "torch.random.fork_rng"),

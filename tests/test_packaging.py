@@ -27,14 +27,18 @@ def pins(file: str = "constraints.txt") -> dict[str, str]:
 def test_the_lowest_versions_are_those_that_are_allowed() -> None:
     bounds = [re.match(r"([\w-]+)>=([\d.]+)", line) for line in project()["project"]["dependencies"]]
     allowed = {bound[1]: re.sub(r"(\.0)+$", "", bound[2]) for bound in bounds if bound is not None}
-    lowest = {name: re.sub(r"(\.0)+$", "", version) for name, version in pins("constraints-lowest.txt").items()}
+    lowest = {
+        name: re.sub(r"(\.0)+$", "", version) for name, version in pins("constraints-lowest.txt").items()
+    }
     assert lowest == allowed
 
 
 @pytest.mark.parametrize("package", ["fuyou", "fcdp"])
 @pytest.mark.parametrize("kind", ["package", "module", "folder"])
 def test_rejects_somebody_elses_common(tmp_path: Path, package: str, kind: str) -> None:
-    foreign = tmp_path / {"package": "common/__init__.py", "module": "common.py", "folder": "common/tools.py"}[kind]
+    foreign = (
+        tmp_path / {"package": "common/__init__.py", "module": "common.py", "folder": "common/tools.py"}[kind]
+    )
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("answer = 42\n")
     # A folder without __init__.py gives way to a package anywhere on the path; only an import hook, as editable
@@ -90,7 +94,9 @@ def test_gpu_presets_are_complete_and_give_their_sources(path: Path) -> None:
     assert required | rates <= preset.keys() <= required | rates | {"upload_gb_per_s", "download_gb_per_s"}
     if "like" not in preset:
         assert "flash2" in preset["attention"]
-        assert all(each.keys() == {"forward_tflops", "backward_tflops"} for each in preset["attention"].values())
+        assert all(
+            each.keys() == {"forward_tflops", "backward_tflops"} for each in preset["attention"].values()
+        )
     assert 8 * 2**30 <= parse_bytes(preset["memory"]) <= 512 * 2**30
     assert preset.get("dense_tflops", 0) <= preset["bf16_tflops"], "no kernel beats the peak"
     assert_every_number_has_a_source(path)

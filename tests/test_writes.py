@@ -65,7 +65,9 @@ def writing_calls(source: str) -> Iterator[str]:
         elif name in OPENERS:
             if any(flag in word for word in words for flag in CREATING):
                 yield name
-        elif last == "open" and any(mode and set(mode) <= set("rwaxbt+") and set(mode) - set("rbt") for mode in modes):
+        elif last == "open" and any(
+            mode and set(mode) <= set("rwaxbt+") and set(mode) - set("rbt") for mode in modes
+        ):
             yield last
 
 
@@ -79,6 +81,16 @@ def test_each_way_to_write_is_seen(source: str) -> None:
 
 
 def test_files_are_written_by_the_functions_that_make_them_durable() -> None:
-    files = [file for package in ("common", "fuyou", "fcdp", "cli") for file in sorted((ROOT / package).rglob("*.py"))]
-    found = {(file.relative_to(ROOT).as_posix(), call) for file in files for call in writing_calls(file.read_text())}
-    assert found - ALLOWED.keys() == set(), "use replace_file, file_when_complete, or Outputs of common and cli"
+    files = [
+        file
+        for package in ("common", "fuyou", "fcdp", "cli")
+        for file in sorted((ROOT / package).rglob("*.py"))
+    ]
+    found = {
+        (file.relative_to(ROOT).as_posix(), call)
+        for file in files
+        for call in writing_calls(file.read_text())
+    }
+    assert found - ALLOWED.keys() == set(), (
+        "use replace_file, file_when_complete, or Outputs of common and cli"
+    )

@@ -41,7 +41,9 @@ def run_chat(settings: Settings) -> None:
     if checkpoint is None:
         raise UserError(f"{settings.model} is a preset of random weights: give --model a checkpoint.")
     if not task_type_of(config).generates:
-        raise UserError(f"{settings.model} is {task_type_of(config).value}, which writes no text: chat cannot use it.")
+        raise UserError(
+            f"{settings.model} is {task_type_of(config).value}, which writes no text: chat cannot use it."
+        )
     adapter = None if settings.adapter is None else SavedAdapter(settings.adapter.expanduser())
     if adapter is not None and adapter.config().task_type in _CLASSIFIERS:
         raise UserError(f"--adapter {adapter.directory} is that of a classifier, which writes no text.")
@@ -61,7 +63,9 @@ def run_chat(settings: Settings) -> None:
         messages.append({"role": "user", "content": line})
         try:
             with limited_rendering():
-                text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                text: Any = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True
+                )
         except LimitExceeded as error:
             raise UserError(f"The chat template {error} for this conversation.") from error
         ids = torch.tensor([text["input_ids"]], device=model.device)
@@ -75,9 +79,15 @@ def run_chat(settings: Settings) -> None:
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, max_new_tokens=limit
         )[0, ids.shape[1] :]
         if len(tokens) == limit and int(tokens[-1]) not in ends:
-            why = f"the model's context of {context} tokens is full" if limit == room else f"cut after {limit} tokens"
+            why = (
+                f"the model's context of {context} tokens is full"
+                if limit == room
+                else f"cut after {limit} tokens"
+            )
             print(f"({why})", file=sys.stderr, flush=True)
-        messages.append({"role": "assistant", "content": str(tokenizer.decode(tokens, skip_special_tokens=True))})
+        messages.append(
+            {"role": "assistant", "content": str(tokenizer.decode(tokens, skip_special_tokens=True))}
+        )
 
 
 def _tokenizer(companions: Companions, config: PreTrainedConfig) -> Any:
@@ -125,7 +135,9 @@ def _adapted(model: Any, adapter: SavedAdapter) -> Any:
     try:
         adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter.directory))
     except RuntimeError as error:  # names all tensors of another shape
-        raise UserError(f"--adapter {adapter.directory} is that of another model: {adapter.advice}") from error
+        raise UserError(
+            f"--adapter {adapter.directory} is that of another model: {adapter.advice}"
+        ) from error
     expected, known = (
         peft.get_peft_model_state_dict(adapted, save_embedding_layers=with_embeddings)
         for with_embeddings in (False, True)

@@ -86,7 +86,8 @@ def run_check(settings: Settings) -> None:
         "processors": f"{cpu_count()}, {platform.machine()}",
         "memory": f"{format_bytes(memory)}, {available}{limited}",
         "huge pages": "on" if huge_pages_enabled() else "off",
-        "GPUs": ", ".join(f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in gpus) or "none: the CPU computes",
+        "GPUs": ", ".join(f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in gpus)
+        or "none: the CPU computes",
     }
     _section("machine", machine.items())
     drives = []
@@ -95,7 +96,9 @@ def run_check(settings: Settings) -> None:
             with activity(f"measuring {directory}"):
                 drives.append(measure_drive(directory))
         except (FinetuneError, OSError) as error:  # full, read-only
-            problems.append((f"{directory} cannot hold a store: {on_one_line(error)}", "Name another with --ssd."))
+            problems.append(
+                (f"{directory} cannot hold a store: {on_one_line(error)}", "Name another with --ssd.")
+            )
         else:
             _section("drive", _drive_rows(drives[-1]))
     problems += drive_problems(drives, settings.model, job.record_bytes if job else 0)
@@ -144,7 +147,10 @@ def drive_problems(drives: Sequence[MeasuredDrive], model: str | None, needed: i
             yield f"{where} is on a hard disk.", on_nvme
         elif not measured.direct:
             system = drive.file_system or "The file system"
-            yield f"{system} of {where} has no direct I/O: the page cache takes memory.", "ext4 and xfs have it."
+            yield (
+                f"{system} of {where} has no direct I/O: the page cache takes memory.",
+                "ext4 and xfs have it.",
+            )
         preset = drive.preset
         read = measured.rates.read
         if preset is not None and read < 0.5 * preset.read_bytes_per_second:
@@ -157,7 +163,10 @@ def drive_problems(drives: Sequence[MeasuredDrive], model: str | None, needed: i
     for number, count in sharing.items():
         same = " and ".join(str(each.drive.directory) for each in drives if each.file_system_id == number)
         if count > 1:
-            yield f"{same} share one file system, its speed, and its room.", "Give one directory per drive with --ssd."
+            yield (
+                f"{same} share one file system, its speed, and its room.",
+                "Give one directory per drive with --ssd.",
+            )
 
     free = min((each.free_bytes // sharing[each.file_system_id] for each in drives), default=0) * len(drives)
     if drives and needed > free:
@@ -171,7 +180,9 @@ def measure_drive(directory: Path) -> MeasuredDrive:
     """Return the drive of a directory and its free space, and measure its speed, for half a minute."""
     usage = shutil.disk_usage(directory)
     rates = measure_drives([directory], None, past_cache=True)
-    return MeasuredDrive(drive_of(directory), directory.stat().st_dev, usage.total, usage.free, rates.direct, rates)
+    return MeasuredDrive(
+        drive_of(directory), directory.stat().st_dev, usage.total, usage.free, rates.direct, rates
+    )
 
 
 def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
@@ -180,7 +191,10 @@ def _drive_rows(measured: MeasuredDrive) -> list[tuple[str, str]]:
     io = "direct I/O" if measured.direct else "through the page cache"
     return [
         ("directory", str(drive.directory)),
-        ("on", ", ".join(filter(None, [drive.model, drive.device, drive.file_system or "unknown file system"]))),
+        (
+            "on",
+            ", ".join(filter(None, [drive.model, drive.device, drive.file_system or "unknown file system"])),
+        ),
         ("room", f"{format_bytes(measured.free_bytes)} free of {format_bytes(measured.total_bytes)}"),
         ("read", f"{rates.read / 1e9:.3g} GB/s, {io}"),
         (
@@ -259,7 +273,10 @@ def run_verify(folders: Sequence[str]) -> int:
 
     def report(where: str, what: str, damage: Sequence[str]) -> None:
         nonlocal status
-        print(f"verify   {where}: {what}: {f'{len(damage)} damaged' if damage else 'all as written'}", flush=True)
+        print(
+            f"verify   {where}: {what}: {f'{len(damage)} damaged' if damage else 'all as written'}",
+            flush=True,
+        )
         for sentence in damage:
             status = 1
             print(f"finetune: error: {as_message(sentence)}", file=sys.stderr)
@@ -278,7 +295,9 @@ def run_verify(folders: Sequence[str]) -> int:
         if faults := [store.fault for store in gone if store.fault]:
             report(lost, "of the run", faults)
         elif lost and (records[folder].ended_after is None or len(gone) < len(records[folder].places)):
-            report(lost, "of the run", [f"The store of the run in {folder} is not in {lost}: mount its drive."])
+            report(
+                lost, "of the run", [f"The store of the run in {folder} is not in {lost}: mount its drive."]
+            )
         elif lost:
             print(f"verify   {lost}: not there, which a finished run can do without", flush=True)
         with DirectoryLock([folder]):
@@ -289,7 +308,11 @@ def run_verify(folders: Sequence[str]) -> int:
     for folder in outputs:
         if folder not in lists and (names := [name for name in ENTRY_POINTS if (folder / name).exists()]):
             why = f"{folder} holds {names[0]}, and without {folder / RUN} nothing tells whether it is what a run wrote"
-            report(str(folder), "files without a list", [f"{why}: copy that folder back, or do not trust the files."])
+            report(
+                str(folder),
+                "files without a list",
+                [f"{why}: copy that folder back, or do not trust the files."],
+            )
     return status
 
 
@@ -323,12 +346,21 @@ def _faults(files: Outputs) -> list[str]:
         ]
     record = RunRecord.read(output)
     saves = _saves(output)
-    faults = [*files.strays(saves=saves), *files.faults(), *faults_of_losses(output)[0], *faults_of_references(output)]
+    faults = [
+        *files.strays(saves=saves),
+        *files.faults(),
+        *faults_of_losses(output)[0],
+        *faults_of_references(output),
+    ]
     faults += faults_of_store(output)
     if record is None and not files.files:
-        faults.append(f"{output} has neither a run nor a result: what was to write them was killed. Enter it again.")
+        faults.append(
+            f"{output} has neither a run nor a result: what was to write them was killed. Enter it again."
+        )
     if saves and record is not None and record.ended_after is not None and not files.has_result:
-        faults.append(f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write.")
+        faults.append(
+            f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write."
+        )
     if faults and (files.faults(RESULT) or not files.has_result):
         faults[-1] += f" {files.remedy(RESULT)}"
     return [*description, *faults]

@@ -117,7 +117,9 @@ class _AdaptedWeights:
 def merge_adapter(settings: Settings) -> None:
     """Write the checkpoint of ``--model`` with ``--adapter`` merged into it to ``--output``, block by block."""
     if not settings.model:
-        raise UserError("Give the model that --adapter was made for: finetune export --model DIR --adapter DIR.")
+        raise UserError(
+            "Give the model that --adapter was made for: finetune export --model DIR --adapter DIR."
+        )
     if settings.ssd:
         raise UserError(
             "--ssd names the drives of a run, and --adapter is merged into --model without any: leave it out."
@@ -130,7 +132,9 @@ def merge_adapter(settings: Settings) -> None:
     warnings = check_whole(settings)
     config, checkpoint = load_config(settings.model)
     if checkpoint is None or settings.adapter is None:
-        raise UserError(f"{settings.model} is a preset of random weights: give the model that --adapter was made for.")
+        raise UserError(
+            f"{settings.model} is a preset of random weights: give the model that --adapter was made for."
+        )
     dtype = fastest_dtype(torch_name(pick_gpu(settings.gpu))) if settings.dtype == AUTO else settings.dtype
     saved = SavedAdapter(settings.adapter)
     precision = Precision.named(dtype)
@@ -141,7 +145,9 @@ def merge_adapter(settings: Settings) -> None:
     with activity(f"writing the checkpoint to {output}", announced=True):
         device = torch.device("cpu")
         plain = FrozenDtype.PLAIN
-        model = OpenModel(config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved)
+        model = OpenModel(
+            config, precision, device, saved.config(), frozen=plain, checkpoint=checkpoint, saved=saved
+        )
         reader: Any = _AdaptedWeights(model.weights)
         with claim(settings) as outputs:
             outputs.command = _command(settings, dtype)

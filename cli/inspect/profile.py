@@ -43,7 +43,9 @@ def run_profile(settings: Settings) -> None:
     )
     profile = save(measure(workload, device, past_cache=True), workload, device)
     print("\n".join(_table(profile, len(directories))))
-    print(f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}")
+    print(
+        f"Measured in {profile.measured_in_seconds:.1f} s; kept in {profile_path(describe(workload, device))}"
+    )
 
 
 def _table(profile: Profile, drives: int) -> Iterator[str]:
@@ -60,9 +62,15 @@ def _table(profile: Profile, drives: int) -> Iterator[str]:
         reached = f"{flops / seconds / 1e12:.3g} TFLOP/s{remark}" if factor else ""
         return row(what, f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s", reached)
 
-    shortened = f"; measured on {profile.measured_tokens:,} tokens" if profile.measured_tokens < profile.tokens else ""
+    shortened = (
+        f"; measured on {profile.measured_tokens:,} tokens"
+        if profile.measured_tokens < profile.tokens
+        else ""
+    )
     yield f"\ncomputing, per micro-batch of {profile.tokens:,} tokens{shortened}"
-    yield row("matrix products", f"{profile.matmul_flops_per_second / 1e12:.3g} TFLOP/s", "shapes of the block")
+    yield row(
+        "matrix products", f"{profile.matmul_flops_per_second / 1e12:.3g} TFLOP/s", "shapes of the block"
+    )
     yield time("embedding forward", profile.embed_forward_seconds)
     yield time("block forward", profile.block_forward_seconds, 1)
     yield time("block backward", profile.block_backward_seconds, 4, ", recomputation counted")
@@ -108,7 +116,8 @@ def _cluster_table(measured: MeasuredRates) -> list[str]:
     rows = [("ranks", "ring", "collective", *(format_bytes(size) for size in sizes))]
     kinds = dict.fromkeys((timing.mesh, timing.ring, timing.operation) for timing in measured.timings)
     seconds = {
-        (timing.mesh, timing.ring, timing.operation, timing.nbytes): timing.seconds for timing in measured.timings
+        (timing.mesh, timing.ring, timing.operation, timing.nbytes): timing.seconds
+        for timing in measured.timings
     }
     for mesh, ring, operation in kinds:
         if operation == "all_reduce" or (ring != "flat" and sum(extent > 1 for extent in mesh) == 1):
@@ -116,4 +125,6 @@ def _cluster_table(measured: MeasuredRates) -> list[str]:
         times = (format_seconds(seconds[mesh, ring, operation, size]) for size in sizes)
         rows.append(("x".join(map(str, mesh)), ring, operation.replace("_", "-"), *times))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

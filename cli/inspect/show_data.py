@@ -58,7 +58,10 @@ def _rows(batches: Batches, count: int) -> Iterator[list[list[tuple[int, bool]]]
         if batches.labels_ahead and read is None:  # labels stand one place before their token
             labels = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], dim=1)
         for ids, trained, positions in zip(
-            batch["input_ids"].tolist(), (labels != -100).tolist(), batch["position_ids"].tolist(), strict=True
+            batch["input_ids"].tolist(),
+            (labels != -100).tolist(),
+            batch["position_ids"].tolist(),
+            strict=True,
         ):
             if count == 0:
                 return

@@ -78,7 +78,9 @@ def _classes(config: PreTrainedConfig) -> dict[str, int]:
             )
     classes = {name: number for number, name in names.items()}
     if len(classes) < len(names):
-        raise UserError(f"config.json gives several classes one name in id2label: {', '.join(names.values())}.")
+        raise UserError(
+            f"config.json gives several classes one name in id2label: {', '.join(names.values())}."
+        )
     return classes
 
 

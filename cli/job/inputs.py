@@ -12,7 +12,9 @@ from common.errors import UserError
 from common.models.checkpoint.writer import TOKENIZER_FILES
 
 
-def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] = (), *, resumes: bool = False) -> None:
+def check_apart(
+    settings: Settings, output: Path | None, drives: Sequence[Path] = (), *, resumes: bool = False
+) -> None:
     """Refuse to write into what is to be read, or into drives inside what is written.
 
     What is read may lie in a directory that is written, but not where a run writes.
@@ -25,11 +27,17 @@ def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] 
     """
     if output is not None and not resumes:
         _check_drives(settings, output)
-    words = [("--model", settings.model), ("--adapter", settings.adapter), ("--peft-config", settings.peft_config)]
+    words = [
+        ("--model", settings.model),
+        ("--adapter", settings.adapter),
+        ("--peft-config", settings.peft_config),
+    ]
     words += [("--chat-template", settings.chat_template)]
     words += [("--data", file) for files, _ in settings.data_sets for file in files]
     words += [("--eval-data", file) for file in settings.eval_data]
-    paths = [(option, word, path.resolve()) for option, word in words if (path := _existing_path(word)) is not None]
+    paths = [
+        (option, word, path.resolve()) for option, word in words if (path := _existing_path(word)) is not None
+    ]
     directories = [("--output", output)] if output is not None else []
     for option, directory in [*directories, *(("--ssd", drive) for drive in drives)]:
         written = directory.expanduser().resolve()
@@ -45,7 +53,12 @@ def check_apart(settings: Settings, output: Path | None, drives: Sequence[Path] 
                 )
 
 
-_COMPUTES = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")  # What a result is
+_COMPUTES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "adapter_config.json",
+)  # What a result is
 
 
 def check_whole(settings: Settings) -> list[str]:
@@ -72,7 +85,9 @@ def check_whole(settings: Settings) -> list[str]:
                 what = " ".join([f"{option} {word}: {' '.join(wrong[:3])}", outputs.remedy(name)]).strip()
                 raise UserError(f"{what} To use the files as they are, copy them to another directory.")
             edited = [sentence for file, sentence in faults.items() if _is_named(file, TOKENIZER_FILES)]
-            warnings += [f"{sentence.removesuffix('.')}; the tokenizer is used as it is" for sentence in edited]
+            warnings += [
+                f"{sentence.removesuffix('.')}; the tokenizer is used as it is" for sentence in edited
+            ]
     return warnings
 
 
@@ -119,4 +134,6 @@ def _existing_path(word: object) -> Path | None:
 def _is_written(path: Path) -> bool:
     """Return whether a run may write, or remove, what is at a path inside its output directory."""
     first = path.parts[0] if path.parts else ""
-    return first in (RUN, BASE, CHECKPOINTS, REPLACED) or any(fnmatch(first, name) for name in (*RESULTS, HISTORY_FILE))
+    return first in (RUN, BASE, CHECKPOINTS, REPLACED) or any(
+        fnmatch(first, name) for name in (*RESULTS, HISTORY_FILE)
+    )

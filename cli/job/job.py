@@ -137,7 +137,9 @@ class Job:
         """The tokenizer and the like that a result gets, as they are now; None: there are none, of a preset."""
         saved = self.engine.saved_adapter
         return (
-            None if self.checkpoint is None else Companions(self.checkpoint, None if saved is None else saved.directory)
+            None
+            if self.checkpoint is None
+            else Companions(self.checkpoint, None if saved is None else saved.directory)
         )
 
     @cached_property
@@ -188,7 +190,9 @@ class Job:
             "updates": "" if self.settings.in_memory else " ".join(slow_updates(self.engine.precision) or ()),
             "output": f"{self.output}{'' if self.settings.save else ': no checkpoint (--no-save)'}",
         }
-        return "\n".join(f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items() if text)
+        return "\n".join(
+            f"{name:8} {text}".replace("\n", f"\n{'':8} ") for name, text in lines.items() if text
+        )
 
     def _adapters(self) -> str:
         adapters = self.model.adapters
@@ -214,7 +218,9 @@ class Job:
 
     def _batch(self) -> str:
         what = self.traits.counts
-        return f"{self.settings.batch_size:,} {what}, {self.rows:,}" if what else f"{self.settings.batch_size:,}"
+        return (
+            f"{self.settings.batch_size:,} {what}, {self.rows:,}" if what else f"{self.settings.batch_size:,}"
+        )
 
     def _learns(self) -> str:
         if self.settings.objective == "sft":
@@ -254,4 +260,6 @@ class Job:
             if isinstance(method, Gguf) and method.others:
                 exception += f" (but for {method.others}, stored as {dtype})"
             return f"{stored}, frozen in its own bytes{exception}; they compute in {dtype}"
-        return f"{stored}, dequantized{f'; written as {dtype}' if self.settings.save and not is_adapted else ''}"
+        return (
+            f"{stored}, dequantized{f'; written as {dtype}' if self.settings.save and not is_adapted else ''}"
+        )

@@ -25,7 +25,9 @@ from fuyou.planner.training_job import job_of_run, open_model
 from fuyou.runtime.device import memory_limits, open_device
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
-_CLASSES = 2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
+_CLASSES = (
+    2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
+)
 DEFAULT_SEQ_LEN = 1024
 ELSEWHERE = "meta"  # Device of hardware that is not in this machine
 
@@ -51,7 +53,10 @@ def sequence_length(requested: int | None, config: PreTrainedConfig, *, only_pla
     if requested is None:
         return int(min(DEFAULT_SEQ_LEN, context))
     if requested > context and only_planned:
-        print(f"Only a plan: --seq-len {requested} is longer than the model's context of {context}.", file=sys.stderr)
+        print(
+            f"Only a plan: --seq-len {requested} is longer than the model's context of {context}.",
+            file=sys.stderr,
+        )
     elif requested > context:
         raise UserError(
             f"--seq-len {requested} is longer than the model's context of {context} tokens: give --seq-len {context}, "
@@ -92,7 +97,9 @@ def job_at_hand(settings: Settings, device: str) -> TrainingJob:
         checkpoint = None  # which has no head for classes
     model = open_model(engine, planned, checkpoint, torch.device("cpu"), draw=False)
     job = job_of_run(settings.model, engine, model, settings.batch_size * traits.rows, seq_len, {})
-    return replace(job, drive_life=settings.drive_life)  # which the engine does not take before it has its drives
+    return replace(
+        job, drive_life=settings.drive_life
+    )  # which the engine does not take before it has its drives
 
 
 def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path]) -> RunPlan:

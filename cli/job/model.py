@@ -129,7 +129,9 @@ class ModelChoice:
             instead = "use fuyou.Engine, whose batches take its labels."
             if task is TaskType.SEQUENCE_CLASSIFICATION:
                 instead = f"give --objective {'reward' if self.config.num_labels == 1 else 'classify'}."
-            raise UserError(f"{self.name} is {task.value}, and --objective {objective} trains {trained}: {instead}")
+            raise UserError(
+                f"{self.name} is {task.value}, and --objective {objective} trains {trained}: {instead}"
+            )
         planned_config(self.name, objective, self.config)  # refuses what can have no new head
 
     @cached_property
@@ -160,7 +162,9 @@ class ModelChoice:
         tokenizer.chat_template = self.template.of(tokenizer)
         return tokenizer
 
-    def with_head(self, classes: Sequence[str], tokenizer: PreTrainedTokenizerBase, outputs: Outputs) -> "ModelChoice":
+    def with_head(
+        self, classes: Sequence[str], tokenizer: PreTrainedTokenizerBase, outputs: Outputs
+    ) -> "ModelChoice":
         """Return the model with a new head, which the run writes before it trains."""
         assert self.checkpoint is not None
         known = self.config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -183,7 +187,11 @@ class ModelChoice:
     def _check_base(self, checkpoint: Path, outputs: Outputs) -> None:
         """Refuse to continue with other weights than those that the run's own model is made of."""
         links = outputs.links(BASE)
-        files = [file for pattern in ("*.safetensors", "*.gguf") for file in checkpoint.glob(pattern)] if links else []
+        files = (
+            [file for pattern in ("*.safetensors", "*.gguf") for file in checkpoint.glob(pattern)]
+            if links
+            else []
+        )
         contents = {content_digest(file) for file in files}
         for target, content in links.items():
             if content and content not in contents:

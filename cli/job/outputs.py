@@ -51,7 +51,10 @@ BASE = "base"  # Folder with the language model as a classifier, before training
 RESULT = "."  # Name of what a run writes into the output directory itself
 
 _REFERENCES = ("reference.npz", "reference-held-out.npz")  # What dpo compares with, next to them
-_LOGS = (HISTORY_FILE, *(f"{RUN}/{name}" for name in (METRICS, PAGE, *_REFERENCES, CONFIG, DESCRIPTION, FILES)))
+_LOGS = (
+    HISTORY_FILE,
+    *(f"{RUN}/{name}" for name in (METRICS, PAGE, *_REFERENCES, CONFIG, DESCRIPTION, FILES)),
+)
 """Files that change with every step, and so have no size in the list. Its own file is the last to be set aside."""
 RESULTS = (
     "config.json", "generation_config.json", "adapter_*", GGUF, "*.safetensors", "*.safetensors.index.json",
@@ -67,7 +70,9 @@ _OWN = (
 _FOLDERS = (REPLACED, RUN, CHECKPOINTS, BASE, STORE, COMMITS)  # What a run makes in an output directory
 _PARTIAL = ".partial"  # End of the name of what is not complete
 _RETIRED = ".old"  # End of the name, before that, of a folder that is about to be removed
-_FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")  # What a run makes
+_FOLDER = re.compile(
+    rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?"
+)  # What a run makes
 
 _LINK = "link to "  # Beginning of the hash of a link, before its target and the hash of that
 _NOT_REGULAR = "not a regular file"  # Hash of any other thing, and of links in lists of earlier versions
@@ -89,7 +94,9 @@ class Outputs:
         self.directory = directory
         self.id = id
         self.launch = launch
-        self.has_begun = False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
+        self.has_begun = (
+            False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
+        )
         self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
         self._held: tuple[int, Settings] | None = None  # Descriptor of the directory, and of which run it is
@@ -112,7 +119,11 @@ class Outputs:
             return outputs
         outputs = cls(directory, str(id or ""))
         if outputs._is_of_earlier_version():
-            folders = [path for path in _named(directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(outputs._name(path))]
+            folders = [
+                path
+                for path in _named(directory / CHECKPOINTS, "*")
+                if _FOLDER.fullmatch(outputs._name(path))
+            ]
             for folder in (directory, directory / BASE, *folders):
                 for entry in _named(folder, _OWN):
                     outputs._add(entry, entry)
@@ -167,7 +178,9 @@ class Outputs:
         listed = self.listed(name)
         entries = {file.rpartition("/")[2] for file in listed} & set(ENTRY_POINTS)
         folder = self.directory / name
-        others = [folder / entry for entry in ENTRY_POINTS if entry not in entries and (folder / entry).exists()]
+        others = [
+            folder / entry for entry in ENTRY_POINTS if entry not in entries and (folder / entry).exists()
+        ]
         return [f"{other} is not from the run that wrote the rest there." for other in others if entries]
 
     def remedy(self, name: str) -> str:
@@ -192,10 +205,16 @@ class Outputs:
         Args:
             saves: whether the run writes a result, next to which others must not be.
         """
-        folders = [path for path in _named(self.directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(self._name(path))]
-        entries = [entry for folder in (self.directory, *folders)[not saves :] for entry in _named(folder, RESULTS)]
+        folders = [
+            path for path in _named(self.directory / CHECKPOINTS, "*") if _FOLDER.fullmatch(self._name(path))
+        ]
+        entries = [
+            entry for folder in (self.directory, *folders)[not saves :] for entry in _named(folder, RESULTS)
+        ]
         files = [file for entry in entries for file in self._others(entry, is_mine=True)]
-        return [f"{file} is not in {RUN}/{FILES}, and would be loaded with what the run wrote." for file in files]
+        return [
+            f"{file} is not in {RUN}/{FILES}, and would be loaded with what the run wrote." for file in files
+        ]
 
     def links(self, name: str) -> dict[Path, str]:
         """Return the targets of the links that were listed for a folder, each with the hash of its content then.
@@ -236,11 +255,23 @@ class Outputs:
         for folder in (self.directory / name for name in _FOLDERS):
             if folder.is_symlink():  # to another drive, or into another run's output
                 check_outside(folder)
-        listed = [file for file in self._files if (self.directory / file).exists() and not file.startswith(f"{BASE}/")]
+        listed = [
+            file
+            for file in self._files
+            if (self.directory / file).exists() and not file.startswith(f"{BASE}/")
+        ]
         is_run = self._is_of_run
-        is_complete = is_run or self.is_whole(RESULT)  # else an export was killed while it moved its files into place
+        is_complete = is_run or self.is_whole(
+            RESULT
+        )  # else an export was killed while it moved its files into place
         if listed and is_complete and not (resumes or overwrites):
-            what = "a checkpoint" if "config.json" in listed else "adapters" if ADAPTER in listed else "checkpoints"
+            what = (
+                "a checkpoint"
+                if "config.json" in listed
+                else "adapters"
+                if ADAPTER in listed
+                else "checkpoints"
+            )
             raise UserError(
                 f"{self.directory} holds {what} already: give another --output, or add --overwrite to replace it"
                 f"{' (or --resume to continue the run that made it)' if is_run else ''}."
@@ -298,7 +329,9 @@ class Outputs:
 
     def _changed(self, files: Iterable[str]) -> str:
         """Return the names of the listed files that are there, and not as they were listed."""
-        return ", ".join(file for file in files if os.path.lexists(self.directory / file) and not self._is_intact(file))
+        return ", ".join(
+            file for file in files if os.path.lexists(self.directory / file) and not self._is_intact(file)
+        )
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self.directory).as_posix()
@@ -457,7 +490,10 @@ class Outputs:
 
     def remove_incomplete(self) -> None:
         """Remove what a killed process has left incomplete."""
-        for path in [*self.directory.glob(f"*{_PARTIAL}"), *self.directory.glob(f"{CHECKPOINTS}/*{_PARTIAL}")]:
+        for path in [
+            *self.directory.glob(f"*{_PARTIAL}"),
+            *self.directory.glob(f"{CHECKPOINTS}/*{_PARTIAL}"),
+        ]:
             if _FOLDER.fullmatch(self._name(path).removesuffix(_PARTIAL)):
                 shutil.rmtree(path, ignore_errors=True)
         self.discard(RESULT)

@@ -12,7 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli.options.run_record import COMMITS, OUTPUT, REPLACED, RunRecord, StorePlace, read_description, read_json
+from cli.options.run_record import (
+    COMMITS,
+    OUTPUT,
+    REPLACED,
+    RunRecord,
+    StorePlace,
+    read_description,
+    read_json,
+)
 from common.errors import FinetuneError, UserError, as_message
 from common.files import TEMPORARY_SUFFIX, make_directory, replace_file, sync
 from common.store.directories import IDENTITY_FILE, DirectoryLock
@@ -102,7 +110,9 @@ def set_aside(directory: Path, files: Sequence[str], by: str, stores: Iterable[P
             journal[_PLACES].append({**asdict(store), _IS_OURS: is_ours, OUTPUT: origin})
         make_directory(folder)
         _write(directory, journal)
-        *others, last = files  # the list of the earlier run: while it is there, so is what says whose the others are
+        *others, last = (
+            files  # the list of the earlier run: while it is there, so is what says whose the others are
+        )
         move(directory, folder, others)
         move(directory, folder, [last])
 
@@ -131,7 +141,9 @@ def remove_replaced(directory: Path) -> None:
             _remove_stores(journal)
             for file in journal["files"]:
                 (folder / file).unlink(missing_ok=True)
-            sync_folders(folder, journal["files"])  # before their folders are removed, which cannot be synced then
+            sync_folders(
+                folder, journal["files"]
+            )  # before their folders are removed, which cannot be synced then
             inner = {folder / parent for file in journal["files"] for parent in Path(file).parents[:-1]}
             for empty in sorted(inner, key=lambda path: len(path.parts), reverse=True):
                 with contextlib.suppress(OSError):  # not empty, or removed before
@@ -154,7 +166,10 @@ def _remove_stores(journal: dict[str, Any]) -> None:
         origin = Path(content.get(OUTPUT) or path)
         record = None if content[_IS_OURS] else RunRecord.read(origin)
         if record is not None and any(directory.store == content["store"] for directory in record.places):
-            print(f"kept     {path}: the store of the run in {origin}, of which this output was a copy", flush=True)
+            print(
+                f"kept     {path}: the store of the run in {origin}, of which this output was a copy",
+                flush=True,
+            )
             continue
         if content[_IS_OURS]:
             try:
@@ -200,8 +215,12 @@ def _inside(directory: Path, path: Path) -> str:
 
 def _states_of_stores(directory: Path, stores: Iterable[str]) -> dict[str, str]:
     """Return a hash of each manifest and identity of the stores in these folders, by its path."""
-    folders = [folder for store in stores for folder in (directory / store, successor_folder(directory / store))]
-    patterns = [f"{inner}{name}" for name in (MANIFEST_FILE, IDENTITY_FILE) for inner in ("", "*/")]  # of ranks, too
+    folders = [
+        folder for store in stores for folder in (directory / store, successor_folder(directory / store))
+    ]
+    patterns = [
+        f"{inner}{name}" for name in (MANIFEST_FILE, IDENTITY_FILE) for inner in ("", "*/")
+    ]  # of ranks, too
     files = [file for folder in folders for pattern in patterns for file in folder.glob(pattern)]
     return {_inside(directory, file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

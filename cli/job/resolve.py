@@ -107,14 +107,19 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
     if total is None:
         passes = (settings.epochs or 1) * batches.rows / settings.batch_size
         total = max(1, math.ceil(passes - 1e-9)) if source.sets else DEFAULT_STEPS
-    rate = LearningRate(settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr)
+    rate = LearningRate(
+        settings.schedule, settings.highest_lr, settings.warmup.steps(total), total, settings.min_lr
+    )
 
     # The plan.
     seq_len = getattr(batches, "seq_len", choice.seq_len)
     rows = settings.batch_size * batches.rows_per_item
     images = isinstance(batches, ImageBatches) or isinstance(held_out, ImageBatches)
     engine = engine.with_options(
-        batch_shape=(rows, seq_len), packed=batches.packed, images=images, padded=images or settings.traits.classifies
+        batch_shape=(rows, seq_len),
+        packed=batches.packed,
+        images=images,
+        padded=images or settings.traits.classifies,
     )
     training, plan = _plan(settings, engine, model, device, rows, seq_len)
     job = Job(
@@ -140,7 +145,9 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         is_there=earlier.commit is not None,
         fixed=fixed,
     )
-    if settings.save and not (settings.resume or settings.overwrite):  # only the store knows how much it replaces
+    if settings.save and not (
+        settings.resume or settings.overwrite
+    ):  # only the store knows how much it replaces
         _check_space(job)
     return job
 
@@ -149,7 +156,11 @@ def _opened(settings: Settings, engine: EngineConfig, choice: ModelChoice, devic
     """Return the model of the run: in parts, where it is trained out of core."""
     if settings.in_memory:
         return AdaptedModel(
-            choice.config, engine.precision.dtype, **adapted_as(engine), checkpoint=choice.checkpoint, draw=False
+            choice.config,
+            engine.precision.dtype,
+            **adapted_as(engine),
+            checkpoint=choice.checkpoint,
+            draw=False,
         )
     # Ranks open it again on their devices, when they have met.
     is_alone = settings.nodes is None
@@ -210,7 +221,9 @@ def _make_directory(output: Path) -> None:
     except OSError as error:
         raise UserError(f"--output: the directory {output} cannot be created: {error.strerror}.") from error
     if not os.access(output, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"--output: {output} is not writable. Change its owner or mode, or choose another path.")
+        raise UserError(
+            f"--output: {output} is not writable. Change its owner or mode, or choose another path."
+        )
 
 
 def _check_space(job: Job) -> None:

@@ -62,7 +62,10 @@ def peft_digest(settings: Settings) -> str | None:
 
 
 # Options that name files: how to digest what is in them, wherever they lie.
-_CONTENT: dict[str, Callable[[Settings], str | None]] = {"adapter": adapter_digest, "peft_config": peft_digest}
+_CONTENT: dict[str, Callable[[Settings], str | None]] = {
+    "adapter": adapter_digest,
+    "peft_config": peft_digest,
+}
 # What may differ where options are compared by the content of what they name.
 _BY_CONTENT = {
     "--data": "other or changed texts or images, or another tokenizer",
@@ -112,7 +115,9 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
             inside = name.removeprefix(_OF_ADAPTER).strip() or GENERATION
             file = f"{job.engine.saved_adapter.directory / inside}"
             option = _OF_ADAPTER
-        how = "has changed" if name in before and name in now else "is gone" if name in before else "was added"
+        how = (
+            "has changed" if name in before and name in now else "is gone" if name in before else "was added"
+        )
         raise UserError(
             f"{file} {how} since this run began, and would be part of its result: undo that, or give {option} with "
             "what the run began with and --resume, or begin a new run in another --output."
@@ -122,7 +127,9 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
 def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     """Return sentences about the files of losses, compared with what the run has noted at its end or committed: about
     those that have the losses of another run, and about those that lack lines."""
-    noted = [LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))]
+    noted = [
+        LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))
+    ]
     losses = max(filter(None, noted), key=lambda each: each.step, default=None)
     other = list[str]()
     gaps = list[str]()
@@ -132,10 +139,16 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
         if fault := losses.fault(file):
             (other if losses.is_of_another(file) else gaps).append(f"{file} {fault}.")
             whole = next((each for each in files if not losses.fault(each)), None)
-            if not losses.is_of_another(file) and whole is not None and (steps := differing_steps(file, whole)):
+            if (
+                not losses.is_of_another(file)
+                and whole is not None
+                and (steps := differing_steps(file, whole))
+            ):
                 other.append(f"{file} has another loss of step {steps[0]:,} than this run.")
     metrics = output / RUN / METRICS
-    other += [f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)]
+    other += [
+        f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)
+    ]
     return other, gaps
 
 
@@ -275,7 +288,12 @@ class EarlierRun:
 
     def _is_begun(self, content: Mapping[str, Any]) -> bool:
         """Return whether a rank's commit is that of a store that was just filled: other ranks may have none yet."""
-        return CLUSTER in content and content.get("step") == 0 and not content.get("user") and self.record is None
+        return (
+            CLUSTER in content
+            and content.get("step") == 0
+            and not content.get("user")
+            and self.record is None
+        )
 
     @property
     def user_state(self) -> Mapping[str, Any]:
@@ -404,7 +422,9 @@ class EarlierRun:
                 return None
         record = RunRecord.read(Path(name))
         here = {Path(directory.path).resolve() for directory in store_places(self.stores)}
-        there = {Path(directory.path).resolve() for directory in record.places} if record is not None else set()
+        there = (
+            {Path(directory.path).resolve() for directory in record.places} if record is not None else set()
+        )
         return Path(name) if here & there else None
 
     def _is_in_part(self, record: RunRecord) -> bool:
@@ -438,7 +458,9 @@ class EarlierRun:
         if record.ended_after is not None:
             state = f"is finished (step {record.ended_after:,})"
         if record.ended_after is not None and settings.save:
-            state += "".join(f"; {fault.removesuffix('.')}" for fault in Outputs.read(self.output).faults(RESULT)[:3])
+            state += "".join(
+                f"; {fault.removesuffix('.')}" for fault in Outputs.read(self.output).faults(RESULT)[:3]
+            )
         paths = ", ".join(place.path for place in record.places)
         missing = ", ".join(place.path for place in record.places if not place.is_there())
         looked = ", ".join(str(folder) for folder in self.stores)
@@ -446,7 +468,9 @@ class EarlierRun:
             where = f"no commit of it is in {looked}. Name its drives with --ssd"
         elif missing:
             where = f"its store is not where it was: {missing}. Mount that drive, or name with --ssd where it is now"
-        elif {place.path for place in record.places} <= {str(path.absolute()) for path in run_places(self.stores)}:
+        elif {place.path for place in record.places} <= {
+            str(path.absolute()) for path in run_places(self.stores)
+        }:
             where = f"its store in {paths} has no commit any more. If it moved to other drives, name these with --ssd"
         else:
             where = f"its store is in {paths}, and not in {looked}. "
@@ -486,7 +510,9 @@ def check_same_run(job: Job, run: TrainedModel, launches: Collection[str] = ()) 
         )
     _check_same_files(job, before.setdefault(_FILES, now[_FILES]), now[_FILES])
     is_extended = _is_extended(job, run, before)
-    check_same_options(before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now)
+    check_same_options(
+        before | ({name: now[name] for name in ("--steps", "--warmup")} if is_extended else {}), now
+    )
     if run.step_count > job.steps:
         raise UserError(
             f"--resume: this run has {run.step_count} steps already, more than --steps {job.steps}. Give --steps "
@@ -520,7 +546,9 @@ def fixed_options(settings: Settings) -> dict[str, Any]:
     fixed: dict[str, Any] = {}
     for field in option_fields(Settings):
         if declaration_of(field).fixed:
-            value = _CONTENT[field.name](settings) if field.name in _CONTENT else getattr(settings, field.name)
+            value = (
+                _CONTENT[field.name](settings) if field.name in _CONTENT else getattr(settings, field.name)
+            )
             fixed[spelled(field.name)] = list(value) if isinstance(value, tuple) else value
     return fixed
 
@@ -528,7 +556,9 @@ def fixed_options(settings: Settings) -> dict[str, Any]:
 def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to continue with other options. What depends on the data is compared later (:func:`check_same_run`)."""
     options = options_in_files(parse_command_line([]))
-    for name in sorted(name for name in before.keys() - {option.opts[0] for option in options} if name[0] == "-"):
+    for name in sorted(
+        name for name in before.keys() - {option.opts[0] for option in options} if name[0] == "-"
+    ):
         if REMOVED.get(name[2:]) == before[name]:
             continue
         raise UserError(

@@ -16,7 +16,9 @@ from fcdp.strategy.strategy import AUTO, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology, linked_gpus
 
 DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured by default
-PROFILE = "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured
+PROFILE = (
+    "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured
+)
 
 
 def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:
@@ -33,7 +35,9 @@ def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per
     ranks = cluster.levels.ranks_per_node if gpus_per_node is None else gpus_per_node
     faster = cluster.levels.ranks_per_node // last
     if ranks % faster:
-        raise UserError(f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill.")
+        raise UserError(
+            f"{name} has {faster} ranks at its fastest level, which {ranks} per node do not fill."
+        )
     return cluster.resized(Levels((*inner, ranks // faster, nodes or there)))
 
 
@@ -45,7 +49,9 @@ def levels_of(text: str, nodes: int | None, gpus_per_node: int | None) -> Levels
         ("--gpus-per-node", gpus_per_node, levels.ranks_per_node),
     ):
         if given not in (None, there):
-            raise UserError(f"--levels {levels} has {there} where {option} says {given}. Leave one of them out.")
+            raise UserError(
+                f"--levels {levels} has {there} where {option} says {given}. Leave one of them out."
+            )
     return levels
 
 

@@ -22,7 +22,9 @@ def announcement(job: Job) -> str:
     """Return what a run on random tokens does, with the bytes that it will write to the drives."""
     created = sum(record.first_nbytes for record in job.stored.layout.records)
     assert job.plan is not None
-    steady = simulate(job.stored.layout, job.plan.memory, _ANY_RATES, commit_every=job.engine.store.commit_every)
+    steady = simulate(
+        job.stored.layout, job.plan.memory, _ANY_RATES, commit_every=job.engine.store.commit_every
+    )
     written = steady.mean(StepList.ssd_written_bytes)
     return (
         f"{job.settings.model} has random weights, and there are no data: this measures throughput, in "

@@ -126,7 +126,9 @@ class MemorySettings:
 
     gpu: str = option("auto", "auto|cpu|NAME|INDEX|FILE", presets="gpus", commands=Command.SHAPE)
     """Device to train on. In plans also a GPU's .toml file, in the form of configs/gpus."""
-    train_vision: str | None = option(None, type=("projector", "all"), commands=Command.MODEL, excludes="adapter")
+    train_vision: str | None = option(
+        None, type=("projector", "all"), commands=Command.MODEL, excludes="adapter"
+    )
     """Also train the projector of a vision-language model, or all that turns images into tokens. Default: neither."""
 
 
@@ -178,7 +180,9 @@ class TrainingSettings:
 class ObjectiveSettings:
     """What is learned from the data."""
 
-    objective: str = option("sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True, values=f"{HELP}. ")
+    objective: str = option(
+        "sft", type=tuple(OBJECTIVES), commands=Command.STEP, fixed=True, values=f"{HELP}. "
+    )
     """--batch-size counts pairs or texts. dpo compares with the model as the run found it, with its --adapter."""
     beta: float = option(0.1, "X", ABOVE_ZERO, fixed=True)
     """Strength of the preference (dpo)."""
@@ -193,11 +197,23 @@ class AdapterSettings:
     )
     """Train LoRA adapters of this rank, and freeze the weights."""
     lora_alpha: float | None = option(
-        None, "X", ABOVE_ZERO, commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+        None,
+        "X",
+        ABOVE_ZERO,
+        commands=Command.MODEL,
+        fixed=True,
+        needs="lora_rank",
+        excludes="adapter peft_config",
     )
     """An adapter's output is multiplied by this over the rank. Default: twice the rank."""
     lora_dropout: float = option(
-        0.0, "X", BELOW_ONE, commands=Command.MODEL, fixed=True, needs="lora_rank", excludes="adapter peft_config"
+        0.0,
+        "X",
+        BELOW_ONE,
+        commands=Command.MODEL,
+        fixed=True,
+        needs="lora_rank",
+        excludes="adapter peft_config",
     )
     """Share of the adapters' inputs to drop in training."""
     lora_targets: tuple[str, ...] = option(
@@ -255,7 +271,9 @@ class PlanningSettings:
 class OtherSettings:
     """Options in files, and errors."""
 
-    config: Path | None = option(None, "FILE|RECIPE", presets="recipes", commands=Command.CONFIGURED, may_differ=True)
+    config: Path | None = option(
+        None, "FILE|RECIPE", presets="recipes", commands=Command.CONFIGURED, may_differ=True
+    )
     """Take options from this TOML file, too, or from a recipe (finetune recipe lists them); the command line wins."""
     debug: bool = option(False, commands=Command.ALL, of_call=True, may_differ=True)
     """Show where an error came from."""

@@ -90,7 +90,9 @@ class GroupedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = {name for option in self.options if option.words for name in option.opts}
         if sum(word.partition("=")[0] == "--config" for word in args) > 1:
-            raise click.UsageError("--config can be given once: write the options of one file into the other.", ctx)
+            raise click.UsageError(
+                "--config can be given once: write the options of one file into the other.", ctx
+            )
         try:
             rest = super().parse_args(ctx, repeat_option(args, names))
         except click.NoSuchOption as error:
@@ -149,7 +151,9 @@ class Finetune(click.Group):
         super().__init__(
             "finetune",
             params=[
-                click.Option(["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version)
+                click.Option(
+                    ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version
+                )
             ],
             help="Fine-tune a Hugging Face model that is larger than memory: parameters and optimizer states live on "
             "SSD.",
@@ -178,7 +182,9 @@ class Finetune(click.Group):
             params.append(click.Argument(["verify"], nargs=-1, required=True, metavar="DIR..."))
         if member is Command.RECIPE:
             complete = Declaration(presets="recipes").complete
-            params.append(click.Argument(["recipe"], required=False, metavar="[NAME]", shell_complete=complete))
+            params.append(
+                click.Argument(["recipe"], required=False, metavar="[NAME]", shell_complete=complete)
+            )
         return GroupedCommand(
             name,
             params=params,
@@ -211,7 +217,9 @@ def _where_it_is(option: str, command: str) -> str | None:
         name = spelled(field.name)
         if option in (declared.flags or f"{name}/--no-{name[2:]}").split("/"):
             others = [other for other in COMMANDS if Command[other.upper()] in declared.commands]
-            return f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."
+            return (
+                f"finetune {command} has no {option}, which is for finetune {' and finetune '.join(others)}."
+            )
     return None
 
 
@@ -250,7 +258,9 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
             position += 1
         if not values and position < len(args):
             raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
-        result += [f"{name}={value}" for value in values] or [name]  # click completes the value, or says that it lacks
+        result += [f"{name}={value}" for value in values] or [
+            name
+        ]  # click completes the value, or says that it lacks
     return result
 
 

@@ -23,7 +23,9 @@ from common.files import read_text_file
 from common.options import declaration_of, option_fields
 
 _WIDTH = 116
-_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # Numbers that TOML and the command line write alike
+_NUMBER = re.compile(
+    r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?"
+)  # Numbers that TOML and the command line write alike
 
 
 OTHER_TOOLS = {
@@ -117,7 +119,11 @@ def _read(where: str, content: Mapping[str, Any], options: list[GroupedOption]) 
     fields = [field for field in option_fields(AllOptions) if field.name != "config"]
     flags = "/".join(filter(None, (declaration_of(field).flags for field in fields))).split("/")
     of_any = {field.name for field in fields} | {flag.removeprefix("--").replace("-", "_") for flag in flags}
-    by_key = {name.removeprefix("--"): option for option in options for name in (*option.opts, *option.secondary_opts)}
+    by_key = {
+        name.removeprefix("--"): option
+        for option in options
+        for name in (*option.opts, *option.secondary_opts)
+    }
     tables = {heading.lower() for heading in HEADINGS}
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
@@ -212,4 +218,6 @@ def _toml(option: GroupedOption, value: Any, absolute: bool) -> str:
 def _names_a_path(option: GroupedOption, text: str) -> bool:
     declared = option.declaration
     path = Path(text).expanduser()
-    return (option.words or declared.may_be_path(text)) and (path.exists() or (declared.patterns and has_magic(text)))
+    return (option.words or declared.may_be_path(text)) and (
+        path.exists() or (declared.patterns and has_magic(text))
+    )

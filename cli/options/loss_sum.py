@@ -76,7 +76,9 @@ def line_sum(line: Mapping[str, Any]) -> int:
 def edited_lines(file: Path) -> list[int]:
     """Return the steps of evaluations whose newest lines are not what the run wrote; one that was cut off is none."""
     newest = {line.get("step"): line for line in _parsed(file) if LINE_SUM in line}
-    return [step for step, line in newest.items() if isinstance(step, int) and line[LINE_SUM] != line_sum(line)]
+    return [
+        step for step, line in newest.items() if isinstance(step, int) and line[LINE_SUM] != line_sum(line)
+    ]
 
 
 def _extended(digest: str, step: int, values: list[Any]) -> str:

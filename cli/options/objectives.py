@@ -39,7 +39,9 @@ class ObjectiveTraits:
 _PAIRS = "learns from pairs of answers", "prompt, chosen and rejected"
 
 OBJECTIVES = {
-    "sft": ObjectiveTraits("learns the next token", "text", "the next token, of answers where there are prompts"),
+    "sft": ObjectiveTraits(
+        "learns the next token", "text", "the next token, of answers where there are prompts"
+    ),
     "pretrain": ObjectiveTraits("learns the next token of all text", "text", "of prompts as well"),
     "dpo": ObjectiveTraits(
         *_PAIRS,

@@ -111,7 +111,9 @@ class GroupedOption(click.Option):
         except click.BadParameter as error:
             if source is not ParameterSource.DEFAULT_MAP:
                 raise
-            raise click.BadParameter(f"{error.message} (It is in {ctx.params['config']}.)", ctx, self) from error
+            raise click.BadParameter(
+                f"{error.message} (It is in {ctx.params['config']}.)", ctx, self
+            ) from error
 
 
 def parse_resume(text: str) -> bool | str:

@@ -31,7 +31,9 @@ with all options, one with a line for every step, and a folder for what trackers
 REPLACED = ".replaced"  # Folder inside the output directory for files of an earlier run, until a new one has a commit
 
 OPTIONS = "options"  # Key in a commit's user state of the run's options as TOML
-REFERENCES = "reference"  # Key in a commit's user state: digest, steps, and hash of each file of references, by name
+REFERENCES = (
+    "reference"  # Key in a commit's user state: digest, steps, and hash of each file of references, by name
+)
 OUTPUT = "output"  # Key in the description and in a commit's user state of the output's path, without links
 # Keys in the description
 _STORES = "stores"
@@ -77,7 +79,9 @@ class StorePlace:
 class RunRecord:
     """What ``<output>/run`` says of the run there, which has begun to take steps."""
 
-    places: tuple[StorePlace, ...]  # All directories of its stores; empty if an earlier version has written it
+    places: tuple[
+        StorePlace, ...
+    ]  # All directories of its stores; empty if an earlier version has written it
     last_step: int  # Newest step that is logged, which need not be committed
     steps: int | None  # Steps that it is to take, if that is known
     ended_after: int | None  # Step after which it was done; None: it is not
@@ -123,7 +127,9 @@ def store_places(folders: Iterable[Path]) -> Iterator[StorePlace]:
 
 def replaced_stores(folders: Iterable[Path]) -> set[str]:
     """Return the random names of the stores whose content has moved into those in ``folders``."""
-    identities = [Identity.read(path) for path in run_places(folders) if path.is_dir() and path.name != COMMITS]
+    identities = [
+        Identity.read(path) for path in run_places(folders) if path.is_dir() and path.name != COMMITS
+    ]
     return {name for identity in identities if identity is not None for name in identity.replaces.split()}
 
 
@@ -167,7 +173,9 @@ def newest_commit(folders: Iterable[Path]) -> dict[str, Any]:
 
 
 def _first_manifest(folder: Path) -> dict[str, Any] | None:
-    return next((content for path in run_places([folder]) if (content := load_manifest(path)) is not None), None)
+    return next(
+        (content for path in run_places([folder]) if (content := load_manifest(path)) is not None), None
+    )
 
 
 def newest_in_memory(directory: Path) -> dict[str, Any] | None:

@@ -28,7 +28,9 @@ class Warmup:
         except ValueError:
             warmup = cls(math.nan)
         if not 0 <= warmup.value <= 1:
-            raise UserError(f"{text!r} is neither a number of steps (100) nor a fraction of them (0.03 or 3%).")
+            raise UserError(
+                f"{text!r} is neither a number of steps (100) nor a fraction of them (0.03 or 3%)."
+            )
         return warmup
 
     def __str__(self) -> str:

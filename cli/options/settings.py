@@ -78,8 +78,12 @@ class Settings(AllOptions):
         if self.nodes is None and not self.in_memory:
             self._refuse(_OF_NODES, "is for several nodes or ranks: add --nodes N (1 for this machine alone)")
         if self.in_memory and is_plan:
-            self._refuse(_OUT_OF_CORE, "is for plans out of core, and --cluster, --levels, or --nodes plans in memory")
-            self._refuse("gpu host_cache", "is not read in the plan of a cluster, whose description says what it has")
+            self._refuse(
+                _OUT_OF_CORE, "is for plans out of core, and --cluster, --levels, or --nodes plans in memory"
+            )
+            self._refuse(
+                "gpu host_cache", "is not read in the plan of a cluster, whose description says what it has"
+            )
         elif self.in_memory:
             self._refuse(_OUT_OF_CORE, "is for training out of core: name drives, --ssd")
         elif self.nodes is not None or is_plan:
@@ -89,7 +93,9 @@ class Settings(AllOptions):
         if "beta" not in traits.options:
             self._refuse("beta", "is for --objective dpo")
         if traits.compares:
-            self._refuse("lora_dropout", f"has no effect with --objective {self.objective}, which drops nothing")
+            self._refuse(
+                "lora_dropout", f"has no effect with --objective {self.objective}, which drops nothing"
+            )
         if traits.outputs and self.command == "train" and not self.data:
             raise UserError(f"--objective {self.objective} {traits.learns}: give --data with {traits.data}.")
         if traits.outputs and self.in_memory:
@@ -145,7 +151,9 @@ class Settings(AllOptions):
                 )
         if given.get("data") == (RANDOM,) and not Path(RANDOM).exists():
             given["data"] = ()
-        given["model"] = options.get("model") or (DEFAULT_PROFILE_MODEL if more.get("command") == "profile" else "")
+        given["model"] = options.get("model") or (
+            DEFAULT_PROFILE_MODEL if more.get("command") == "profile" else ""
+        )
         return cls(**given, arguments=arguments, **more)
 
     def named(self, names: Collection[str]) -> dict[str, Any]:
@@ -246,7 +254,10 @@ class Settings(AllOptions):
     @property
     def stores(self) -> list[Path]:
         """The run's folder in each directory where it may be."""
-        return [path / self.store_name for path in [*self.drives, *self.drives_to_leave] or [self.output_directory]]
+        return [
+            path / self.store_name
+            for path in [*self.drives, *self.drives_to_leave] or [self.output_directory]
+        ]
 
     @property
     def store_name(self) -> str:
@@ -318,7 +329,9 @@ def settings_of(command: str, context: click.Context, arguments: tuple[str, ...]
     return Settings.of_options(context.params, arguments, command=command, context=context, changes=changes)
 
 
-def with_own_options(context: click.Context, arguments: Iterable[str]) -> tuple[click.Context, tuple[str, ...]]:
+def with_own_options(
+    context: click.Context, arguments: Iterable[str]
+) -> tuple[click.Context, tuple[str, ...]]:
     """Return a command line whose left out options have the run's own values, and what differs, for people.
 
     They are those of the newest commit. Runs of earlier versions have them in a file alone.

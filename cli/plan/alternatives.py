@@ -31,7 +31,9 @@ class Alternative:
 
 def on_one_node(several: Plan, alone: Plan) -> Alternative | None:
     """Return the plan of one node if it is faster than that of several."""
-    if not alone.fits or (several.memory is not None and alone.tokens_per_second <= several.tokens_per_second):
+    if not alone.fits or (
+        several.memory is not None and alone.tokens_per_second <= several.tokens_per_second
+    ):
         return None
     ranks = alone.job.layout.share.ranks_per_node
     how = f"--nodes 1 --gpus-per-node {ranks}" if ranks > 1 else "no --nodes"

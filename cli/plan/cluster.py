@@ -30,7 +30,10 @@ def plan_cluster(settings: Settings, batch_size: int | None) -> int:
     result = plan(workload, cluster, strategies=chosen, allow_quantized=chosen is not None)
     alone = _on_one_node(result, workload, cluster)
     if settings.json:
-        more = {"node_order": _node_order(result, cluster), "one_node": None if alone is None else alone.as_dict()}
+        more = {
+            "node_order": _node_order(result, cluster),
+            "one_node": None if alone is None else alone.as_dict(),
+        }
         print(json.dumps({**result.as_dict(), **more}, indent=1))
     if result.choice is None:
         raise refusal(result, cluster)
@@ -116,7 +119,9 @@ def render(result: StrategyPlan, workload: Workload, cluster: Cluster) -> str:
     ]
     rows = [_HEADINGS, *(_row(estimate) for estimate in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     if len(shown) < len(fitting):
         lines.append(f"and {len(fitting) - len(shown)} more without a name, which --json lists")
     if choice is not None:

@@ -57,10 +57,14 @@ def run_compare(settings: Settings, file: Path) -> int:
             plannings.append((name, price, Planning(machine)))
     job = plannings[0][2].job()  # the same on all of them
     candidates = [PlannedMachine(name, price, planning.plan(job)) for name, price, planning in plannings]
-    fitting = sorted((each for each in candidates if each.plan.fits), key=lambda each: -each.plan.tokens_per_second)
+    fitting = sorted(
+        (each for each in candidates if each.plan.fits), key=lambda each: -each.plan.tokens_per_second
+    )
     others = [each for each in candidates if not each.plan.fits]
     if settings.json:
-        content = [{"machine": each.name, "price": each.price, **each.plan.to_json()} for each in fitting + others]
+        content = [
+            {"machine": each.name, "price": each.price, **each.plan.to_json()} for each in fitting + others
+        ]
         print(json.dumps({"machines": content}, indent=2))
     else:
         print("\n".join(_table(fitting, others, settings)))
@@ -73,7 +77,9 @@ def _machines(settings: Settings, file: Path) -> Iterator[tuple[str, float | Non
     for name, table in content.items():
         where = f"--compare {file}, [{name}]"
         if not isinstance(table, Mapping):
-            raise UserError(f"--compare {file}: {name} is no table: write [{name}] above the options of a machine.")
+            raise UserError(
+                f"--compare {file}: {name} is no table: write [{name}] above the options of a machine."
+            )
         unknown = next((key for key in table if key not in (*_OPTIONS, _PRICE)), None)
         if unknown is not None:
             hint = did_you_mean(unknown, (*_OPTIONS, _PRICE)) or f" It has {', '.join((*_OPTIONS, _PRICE))}."
@@ -112,7 +118,9 @@ def _content(file: Path) -> dict[str, Any]:
 def _table(fitting: list[PlannedMachine], others: list[PlannedMachine], settings: Settings) -> Iterator[str]:
     job = (fitting + others)[0].plan.job
     world = job.layout.share.world_size
-    what = f"{format_count(job.parameters)} parameters; a step of {job.rows * world:,} x {job.seq_len:,} tokens"
+    what = (
+        f"{format_count(job.parameters)} parameters; a step of {job.rows * world:,} x {job.seq_len:,} tokens"
+    )
     yield from textwrap.wrap(f"{job.name}: {what}", WIDTH)
     yield ""
     if fitting:
@@ -133,7 +141,9 @@ def _table(fitting: list[PlannedMachine], others: list[PlannedMachine], settings
 
 
 def _worth(fitting: list[PlannedMachine]) -> Iterator[str]:
-    rates = {each.name: each.plan.tokens_per_second / each.price for each in fitting if each.price is not None}
+    rates = {
+        each.name: each.plan.tokens_per_second / each.price for each in fitting if each.price is not None
+    }
     if len(rates) > 1:
         best = max(rates, key=lambda name: rates[name])
         yield ""
@@ -147,4 +157,6 @@ def _assumed(fitting: list[PlannedMachine]) -> Iterator[str]:
             assumed.setdefault(text, []).append(each.name)
     for text, names in assumed.items():
         of = "" if len(names) == len(fitting) else f" ({', '.join(names)})"
-        yield from textwrap.wrap(f"assumed: {text}{of}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        yield from textwrap.wrap(
+            f"assumed: {text}{of}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
+        )

@@ -94,7 +94,8 @@ def _places(result: Plan) -> list[str]:
     host = [
         f"{min(counts.host_blocks, layers)} of {layers} blocks, {counted(counts.host_block_gradients, 'gradient')}",
         f"{format_bytes(ring)} of optimizer states on their way",
-        result.memory.resident and f"optimizer states of {counted(len(result.memory.resident), 'record')} pinned",
+        result.memory.resident
+        and f"optimizer states of {counted(len(result.memory.resident), 'record')} pinned",
         counts.host_activations and counted(counts.host_activations, "block input"),
         counts.host_saved and f"{counts.host_saved:,} {saved}",
     ]
@@ -146,13 +147,16 @@ def _limits(result: Plan) -> list[str]:
     if result.saved_activation_bytes and batch.chunks > 1:
         how.append(f"{format_bytes(result.saved_activation_bytes)} of keys and values saved")
     elif result.saved_activation_bytes:
-        how.append(f"{format_bytes(result.saved_activation_bytes)} of activations saved instead of computed again")
+        how.append(
+            f"{format_bytes(result.saved_activation_bytes)} of activations saved instead of computed again"
+        )
     rows = row("schedule", "; ".join(how))
-    traffic = f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
-    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
-    start = (
-        f"{format_bytes(result.start_bytes)} written before the first step, in {format_seconds(result.start_seconds)}"
+    traffic = (
+        f"{format_bytes(result.read_bytes)} read and {format_bytes(result.written_bytes)} written per step; "
     )
+    traffic += f"{format_bytes(result.written_bytes_per_day)} written per day"
+    start = f"{format_bytes(result.start_bytes)} written before the first step"
+    start += f", in {format_seconds(result.start_seconds)}"
     rows += row("start", start)
     if job.layout.share.nodes > 1:
         traffic = f"{format_bytes(result.sent_bytes)} sent to other nodes, {traffic}"

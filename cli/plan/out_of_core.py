@@ -48,7 +48,10 @@ def planned_steps(settings: Settings, tokens_per_step: int) -> tuple[int, str] |
     held_out = settings.eval_split or 0.0
     tokens = (1 - held_out) * sum(file.stat().st_size for file in files) / BYTES_PER_TOKEN
     steps = max(1, math.ceil(tokens * (settings.epochs or 1) / tokens_per_step))
-    return steps, f", estimated: {format_count(round(tokens))} tokens in {counted(len(files), 'file')} by their size"
+    return (
+        steps,
+        f", estimated: {format_count(round(tokens))} tokens in {counted(len(files), 'file')} by their size",
+    )
 
 
 def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
@@ -75,7 +78,9 @@ def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
 
 
 DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
-_HOST_MEMORY = "48GiB"  # For a run on a machine that is planned by its name: most of the 64 GiB of a usual desktop
+_HOST_MEMORY = (
+    "48GiB"  # For a run on a machine that is planned by its name: most of the 64 GiB of a usual desktop
+)
 
 
 class Planning:
@@ -102,7 +107,9 @@ class Planning:
         return job_at_hand(replace(self._settings, **changes), self._device)
 
     def largest_job(self) -> TrainingJob | None:
-        return largest_model(lambda name: self.job(model=name, max_model=False), lambda job: fits(job, self.machine))
+        return largest_model(
+            lambda name: self.job(model=name, max_model=False), lambda job: fits(job, self.machine)
+        )
 
     def plan(self, job: TrainingJob) -> Plan:
         return search(*self._of_one_rank(job, self._share))
@@ -113,7 +120,9 @@ class Planning:
         share = self._share
         lora_rank = self._settings.lora_rank
         if share is not None and share.nodes > 1:
-            others.append(on_one_node(result, search(*self._of_one_rank(job, Share(1, share.ranks_per_node)))))
+            others.append(
+                on_one_node(result, search(*self._of_one_rank(job, Share(1, share.ranks_per_node))))
+            )
         if adapts_experts(job):
             other = None
             if lora_rank is not None:
@@ -137,7 +146,9 @@ def run_plan(settings: Settings) -> int:
     job = planning.largest_job() if settings.max_model else planning.job()
     if job is None:
         machine = planning.machine
-        lacking = f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
+        lacking = (
+            f"No preset fits on {machine.device} with {format_bytes(machine.host_bytes)} of host memory."
+        )
         print(json.dumps({"model": None, "fits": False, "missing": [lacking]}) if settings.json else lacking)
         return DOES_NOT_FIT
     result = planning.plan(job)
@@ -145,7 +156,9 @@ def run_plan(settings: Settings) -> int:
     if settings.trace is not None:
         _write_trace(result, settings.trace)
     if settings.json:
-        print(json.dumps({**result.to_json(), "alternatives": [other.to_json() for other in others]}, indent=2))
+        print(
+            json.dumps({**result.to_json(), "alternatives": [other.to_json() for other in others]}, indent=2)
+        )
     if not settings.json or settings.html is not None:
         lines = describe(result)
         for label, text in run_rows(result, settings).items() if result.memory is not None else ():
@@ -161,7 +174,9 @@ def run_plan(settings: Settings) -> int:
 
 def _machine_by_name(settings: Settings) -> Machine:
     if settings.gpu in ("auto", "cpu"):
-        raise UserError(f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}.")
+        raise UserError(
+            f"--drive plans for hardware by name: name the GPU as well, --gpu {' | '.join(gpu_names())}."
+        )
     host = parse_bytes(settings.host_memory or _HOST_MEMORY)
     device = None if settings.device_memory is None else parse_bytes(settings.device_memory)
     with naming("--gpu"):
@@ -169,7 +184,9 @@ def _machine_by_name(settings: Settings) -> Machine:
     with naming("--drive"):
         drive = drive_preset(settings.drive or "")
     state_bytes = settings.engine.precision.state_bytes
-    machine = preset_machine(gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=state_bytes)
+    machine = preset_machine(
+        gpu, drive, settings.ssds or 1, host, device_bytes=device, state_bytes=state_bytes
+    )
     if settings.host_memory is None:
         said = f"{format_bytes(host)} of host memory for the run (--host-memory)"
         machine = replace(machine, assumptions=(said, *machine.assumptions))
@@ -186,9 +203,13 @@ def _machine_at_hand(plan: RunPlan) -> Machine:
 def _device(settings: Settings) -> str:
     """Return the device of this machine to plan for."""
     if settings.ssds is not None:
-        raise UserError(f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}.")
+        raise UserError(
+            f"--ssds counts drives of one kind: name it with --drive {' | '.join(drive_names())}."
+        )
     if settings.max_model:
-        raise UserError("--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE.")
+        raise UserError(
+            "--max-model needs hardware by name: --gpu NAME --drive NAME --ssds N --host-memory SIZE."
+        )
     try:
         return device_name(settings.gpu)
     except UserError as error:
@@ -205,7 +226,9 @@ def _device(settings: Settings) -> str:
 def _network(text: str | None, nodes: int) -> float:
     if text is None:
         if nodes > 1:
-            raise UserError("A plan for --nodes with SSDs needs to know what connects them: --network 25Gbit/s.")
+            raise UserError(
+                "A plan for --nodes with SSDs needs to know what connects them: --network 25Gbit/s."
+            )
         return math.inf
     written = re.fullmatch(r"\s*([\d.]+\s*[kKMGT]i?)(bit|b|B)(?:/s|ps)?\s*", text)
     try:

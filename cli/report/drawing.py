@@ -70,7 +70,12 @@ def busy_bars(busy: Mapping[str, float], whole: float) -> str:
 def memory_bars(tiers: Iterable[tuple[str, float, float | None]]) -> str:
     """Return the bytes used of each tier, and with bars where it is known what there is."""
     return _table(
-        (name, _bar(f"{format_bytes(used)} of {format_bytes(there)}", used / there) if there else format_bytes(used))
+        (
+            name,
+            _bar(f"{format_bytes(used)} of {format_bytes(there)}", used / there)
+            if there
+            else format_bytes(used),
+        )
         for name, used, there in tiers
     )
 
@@ -89,7 +94,10 @@ def chart(name: str, lines: Mapping[str, Points]) -> str:
 
     Labels are the smallest and the largest value, the first and the last step, and each line's newest value.
     """
-    finite = {line: [(x, y) for x, y in points if y is not None and math.isfinite(y)] for line, points in lines.items()}
+    finite = {
+        line: [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+        for line, points in lines.items()
+    }
     finite = {line: points for line, points in finite.items() if points}
     if not finite:
         return ""

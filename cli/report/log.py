@@ -35,7 +35,17 @@ from common.files import make_directory, replace_file, sync
 from common.hardware.machine import describe_machine
 from common.store.errors import StoreError, described
 
-LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "accelerate", "numpy", "kvikio")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "numpy",
+    "kvikio",
+)
 
 
 def versions() -> dict[str, str]:
@@ -149,14 +159,19 @@ class History:
         if self._status.st_size and not self._path.read_bytes().endswith(b"\n"):
             self._file.write("\n")
         sync(self._path.parent)
-        self.say(f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here")
+        self.say(
+            f"gap      {self._path} was moved, replaced, or deleted during the run: it begins again here"
+        )
 
     def append(self, step: int, values: Mapping[str, float], summed: bool = False) -> None:
         """Append the values of a step, null for those that are not finite, so that a power cut loses none.
 
         ``summed``: with a hash of the line.
         """
-        line = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        line = {
+            "step": step,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+        }
         if summed:
             line[LINE_SUM] = line_sum(line)
         with described("writing", self._path):
@@ -224,10 +239,14 @@ class MetricsLogger:
         for name, history in ((f"{RUN}/{METRICS}", self._metrics), (HISTORY_FILE, self._losses)):
             known = history.steps | ({done} if last is not None else set())
             if missing := spans(step for step in range(1, done + 1) if step not in known):
-                self.say(f"gap      {name} has no lines for {missing}: it is older than the run's store, or damaged")
+                self.say(
+                    f"gap      {name} has no lines for {missing}: it is older than the run's store, or damaged"
+                )
             elif losses is not None and losses.is_of_another(job.output / name):
                 steps = spans(range(losses.since + 1, losses.step + 1))
-                self.say(f"changed  {name} has other losses than this run for {steps}: it is of another run, or edited")
+                self.say(
+                    f"changed  {name} has other losses than this run for {steps}: it is of another run, or edited"
+                )
 
     def step(self, step: int, result: StepResult, lr: float, took: Mapping[str, float], text: str) -> None:
         """Log a step with the metrics of what it took, and show it with ``text``.
@@ -289,7 +308,9 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self._progress.close()
         self._trackers.close()
-        with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():  # a full drive, say
+        with (
+            contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext()
+        ):  # a full drive, say
             self._page.update(at_once=True)
         self._metrics.close()
         self._losses.close()

@@ -18,7 +18,9 @@ from common.hardware.directory_drive import warranted_bytes
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
-MOST_POINTS = 1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
+MOST_POINTS = (
+    1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
+)
 RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished run again
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
@@ -83,7 +85,9 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
             entry = dict(json.loads(line))
         except (ValueError, TypeError, RecursionError):
             continue
-        if isinstance(entry.get("step"), int) and all(isinstance(each, int | float | None) for each in entry.values()):
+        if isinstance(entry.get("step"), int) and all(
+            isinstance(each, int | float | None) for each in entry.values()
+        ):
             entries[entry["step"], EVALUATION in entry] = entry
     return list(entries.values())
 
@@ -91,7 +95,9 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[str, Any]]) -> str:
     """Return the page of a run with its plan, its configuration file, and these lines of its metrics file."""
     # A process that was killed may have written a line without times, and a damaged line may lack any value.
-    steps = [entry for entry in entries if _LOSS in entry and all(entry.get(name) is not None for name in _SHOWN)]
+    steps = [
+        entry for entry in entries if _LOSS in entry and all(entry.get(name) is not None for name in _SHOWN)
+    ]
     done = 0
     state = f"step 0 of {job.steps:,}"
     charts = {
@@ -109,15 +115,21 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         whole = newest[_SECONDS]
         busy = {what: newest[metric] for metric, what in metrics.items() if newest.get(metric) is not None}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
-        host = 0 if job.settings.nodes else plan.get("host_bytes", 0)  # of ranks: the plan's is one's, the metric all's
+        host = (
+            0 if job.settings.nodes else plan.get("host_bytes", 0)
+        )  # of ranks: the plan's is one's, the metric all's
         tiers = (
             ("device", newest["memory/max_active(GiB)"] * _GIB, plan.get("device_bytes", 0)),
             ("host", newest["memory/host(GiB)"] * _GIB, host),
         )
         sections.append(section("memory, of what is planned", memory_bars(tiers)))
     lines = job.header().replace("\n         ", "; ").splitlines()
-    sections.append(section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True))
-    command = shlex.join(["finetune", "--output", str(job.output.resolve()), "--resume"])  # from any directory
+    sections.append(
+        section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True)
+    )
+    command = shlex.join(
+        ["finetune", "--output", str(job.output.resolve()), "--resume"]
+    )  # from any directory
     sections.append(section("to continue", f"<pre>{html.escape(command)}</pre>", wide=True))
     folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
     sections.append(section("configuration", folded, wide=True))
@@ -137,8 +149,13 @@ def _now(job: Job, entries: list[dict[str, Any]], steps: list[dict[str, Any]]) -
     newest = steps[-1]
     recent = sorted(entry[_SECONDS] for entry in steps[-20:])
     left = (job.steps - newest["step"]) * recent[len(recent) // 2]
-    rows = [("time left", format_seconds(left) if left else "done"), ("tokens", format_count(newest["n_tokens_seen"]))]
-    rows.append(("rate", f"{newest['throughput(tps)']:,.4g} tokens/s, {newest['tflops']:.3g} TFLOP/s per device"))
+    rows = [
+        ("time left", format_seconds(left) if left else "done"),
+        ("tokens", format_count(newest["n_tokens_seen"])),
+    ]
+    rows.append(
+        ("rate", f"{newest['throughput(tps)']:,.4g} tokens/s, {newest['tflops']:.3g} TFLOP/s per device")
+    )
     evaluations = [entry for entry in entries if entry.get(EVALUATION) is not None]
     if evaluations:
         last = evaluations[-1]

@@ -31,8 +31,12 @@ class StepResult:
     updated_again: bool = False  # Whether updates ran before the norm was known, and ran again
     aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
     sent_bytes: float | None = None  # Bytes that a node sent to others; None: this process trains alone
-    busy_seconds: Mapping[str, float] = field(default_factory=dict)  # Time for which the step kept each resource busy
-    watched: Mapping[str, float] = field(default_factory=dict)  # Other metrics, by TRL's names: `rewards/accuracies`
+    busy_seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # Time for which the step kept each resource busy
+    watched: Mapping[str, float] = field(
+        default_factory=dict
+    )  # Other metrics, by TRL's names: `rewards/accuracies`
 
     def learned(self, step: int, lr: float, tokens: int) -> dict[str, float]:
         """Return the metrics of a step of ``tokens`` tokens that are the same whenever the run is repeated."""
@@ -100,7 +104,12 @@ class Usage:
 
 
 def step_metrics(
-    result: StepResult, seconds: float, rate: float, flops_per_second: float, usage: Usage, moved: tuple[int, int]
+    result: StepResult,
+    seconds: float,
+    rate: float,
+    flops_per_second: float,
+    usage: Usage,
+    moved: tuple[int, int],
 ) -> dict[str, float]:
     """Return what a step took under torchtitan's names (``torchtitan/components/metrics.py``, v0.2.2).
 
@@ -187,7 +196,9 @@ class Summary:
             if name in first.watched:
                 begun = first.watched[name]
                 ended = last.watched[name]
-                lines["prefers"] = f"{what} in {begun:.1%} of the first step's cases, in {ended:.1%} of the last"
+                lines["prefers"] = (
+                    f"{what} in {begun:.1%} of the first step's cases, in {ended:.1%} of the last"
+                )
         if clip_by is not None:
             again = f", {self._updated_again:,} of them updated again" if clip_by == "speculation" else ""
             lines["clipping"] = f"by {clip_by}: {self._clipped:,} of {steps:,} steps clipped{again}"

@@ -59,7 +59,11 @@ class EngineTrainer(Trainer):
     """
 
     def __init__(
-        self, job: Job, engine: Engine, topology: Topology | None = None, stopping: Callable[[], bool] = lambda: False
+        self,
+        job: Job,
+        engine: Engine,
+        topology: Topology | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = self._engine = engine
         self.is_resumed = engine.step_count > 0 if topology else job.settings.resume
@@ -128,7 +132,9 @@ class EngineTrainer(Trainer):
         size = self._job.settings.batch_size
         if self._objective is not None:
             return self._objective.evaluate(batches, size)
-        return evaluate(batches, size, lambda batch: self._engine.eval_loss(**self._part(batch), router_loss=False))
+        return evaluate(
+            batches, size, lambda batch: self._engine.eval_loss(**self._part(batch), router_loss=False)
+        )
 
     def commit(self) -> None:
         self._engine.flush()
@@ -227,7 +233,9 @@ def finetune(settings: Settings, interrupts: Interrupts) -> None:
             with activity(f"stopping {interrupts.where}: what is committed stays"):
                 engine.close()
             committed = f"step {engine.committed_step} is committed"
-            raise Stopped(f"stopped {interrupts.where}; {committed}. {job.settings.how_to_continue}") from None
+            raise Stopped(
+                f"stopped {interrupts.where}; {committed}. {job.settings.how_to_continue}"
+            ) from None
         except UserError:
             raise
         except Exception as error:

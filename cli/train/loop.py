@@ -41,7 +41,9 @@ class Trainer(ABC):
     location: tuple[str, str]  # What the run can be continued from, in one word, and where that lies
     # Result and learning rate of the last committed step of a continued run; None: its line is there for sure
     last_step: tuple[StepResult, float] | None = None
-    clip_by: str | None = None  # How gradients are clipped out of core: `deferral` or `speculation`; None: not
+    clip_by: str | None = (
+        None  # How gradients are clipped out of core: `deferral` or `speculation`; None: not
+    )
     past_host: bool = False  # Whether parameters get from SSDs to the device without crossing host memory
 
     @abstractmethod
@@ -123,7 +125,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         losses.put(model.user_state)  # which AfterStep reads as it was committed
         steps = range(done + 1, 1 if job.settings.export else job.steps + 1)
         if not job.settings.export:
-            after.run(done)  # what a run that was killed has left undone, or the evaluation before the first step
+            after.run(
+                done
+            )  # what a run that was killed has left undone, or the evaluation before the first step
         lap = Lap(trainer)
         was_interrupted = True
         for step in steps:
@@ -135,7 +139,11 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             lr = job.learning_rate.at(step)
             _check_ids(job, batch)
             # The line of each step says when the next one is due; after an evaluation or a checkpoint it comes later.
-            with activity(f"taking step {step} of {job.steps}") if was_interrupted else contextlib.nullcontext():
+            with (
+                activity(f"taking step {step} of {job.steps}")
+                if was_interrupted
+                else contextlib.nullcontext()
+            ):
                 result = trainer.train_step(batch, lr)
             losses = losses.add(step, result.loss, result.grad_norm, lr)
             losses.put(model.user_state)
@@ -151,20 +159,28 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
             if logger is not None:
                 rate = tokens / seconds
                 per_device = rate / process.world_size
-                took = step_metrics(result, seconds, per_device, per_device * flops_per_token, lap.usage, moved)
+                took = step_metrics(
+                    result, seconds, per_device, per_device * flops_per_token, lap.usage, moved
+                )
                 epoch = (
-                    "" if job.tokenizer is None else f", epoch {step * job.settings.batch_size / job.batches.rows:.2f}"
+                    ""
+                    if job.tokenizer is None
+                    else f", epoch {step * job.settings.batch_size / job.batches.rows:.2f}"
                 )
                 bound_by = f", bound by {bound(result.busy_seconds)}" if result.busy_seconds else ""
                 text = f"{result}, lr {lr:.3g}{epoch}, {format_count(rate)} tokens/s{bound_by}"
                 logger.step(step, result, lr, took, text)
             else:
                 job.outputs.check_in_place()  # as this node sees it; rank 0's logger does the same
-            trainer.commit_if_due(step)  # after the line of the step, which is dropped again if there is no commit
+            trainer.commit_if_due(
+                step
+            )  # after the line of the step, which is dropped again if there is no commit
             _begin(job, trainer, process.is_rank0)
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
-                raise Stopped(f"stopped after step {step}, which is committed. {job.settings.how_to_continue}")
+                raise Stopped(
+                    f"stopped after step {step}, which is committed. {job.settings.how_to_continue}"
+                )
             was_interrupted = after.run(step)
             if was_interrupted:
                 lap = Lap(trainer)
@@ -194,7 +210,9 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         print(summary.text(lap.usage, trainer.clip_by, trainer.past_host))
         if not is_saved and job.outputs.has_result:
             command = shlex.join(["finetune", "export", "--output", str(job.output)])
-            print(f"kept     the result of an earlier step in {job.output}: {command} writes that of this one")
+            print(
+                f"kept     the result of an earlier step in {job.output}: {command} writes that of this one"
+            )
     elif not job.settings.export:
         print(f"nothing to do: all {job.steps:,} steps are done")
     print(_where(job, trainer.location, summary.steps, is_saved), flush=True)
@@ -247,7 +265,9 @@ class AfterStep:
         self._process = process
         self._logger = logger
         self._outputs = job.outputs
-        self._resumed_from = trainer.model.step_count  # What later steps left was not committed: it is replaced
+        self._resumed_from = (
+            trainer.model.step_count
+        )  # What later steps left was not committed: it is replaced
         self._uncommitted = self._left_by_later_steps() if process.is_rank0 else {}
         self._losses = self._earlier_losses()
         self._note_evaluations()
@@ -286,7 +306,11 @@ class AfterStep:
         """Return the checkpoints of up to ``step`` that are older than the ``--keep`` newest whole ones."""
         names = self._outputs.checkpoints(step)
         whole = [name for name in names if self._outputs.is_whole(name)]
-        return names[: names.index(whole[-self._job.settings.keep])] if len(whole) >= self._job.settings.keep else []
+        return (
+            names[: names.index(whole[-self._job.settings.keep])]
+            if len(whole) >= self._job.settings.keep
+            else []
+        )
 
     def lost_best(self) -> str:
         """Return a line if the best evaluation is of a step whose checkpoint is not there any more; else nothing."""
@@ -322,11 +346,15 @@ class AfterStep:
         job = self._job
         model = self._trainer.model
         losses = read_evaluations(job.output / RUN / METRICS, model.step_count)
-        committed = {step: math.nan if loss is None else loss for step, loss in model.user_state.get(_EVALUATIONS, ())}
+        committed = {
+            step: math.nan if loss is None else loss for step, loss in model.user_state.get(_EVALUATIONS, ())
+        }
         if not self._is_ours(losses, committed):
             losses = {}
             if self._process.is_rank0:
-                self._say(f"changed  {RUN}/{METRICS} has other evaluations than this run: those of its commit count")
+                self._say(
+                    f"changed  {RUN}/{METRICS} has other evaluations than this run: those of its commit count"
+                )
         losses |= committed
         digest = getattr(job.held_out, "digest", "")
         before, since = model.user_state.get(_HELD_OUT, [digest, 0])
@@ -334,7 +362,10 @@ class AfterStep:
             losses = {}
             since = model.step_count
             if self._process.is_rank0 and job.held_out is not None:
-                print("changed  the held-out data: earlier evaluations are not compared with later ones", flush=True)
+                print(
+                    "changed  the held-out data: earlier evaluations are not compared with later ones",
+                    flush=True,
+                )
         model.user_state[_HELD_OUT] = [digest, since]
         return {step: loss for step, loss in losses.items() if step >= since}
 
@@ -428,7 +459,9 @@ class AfterStep:
                 self._outputs.remove(old)
         return is_new
 
-    def _checkpoint(self, name: str, is_it: Callable[[], bool], evaluation: dict[str, float] | None = None) -> bool:
+    def _checkpoint(
+        self, name: str, is_it: Callable[[], bool], evaluation: dict[str, float] | None = None
+    ) -> bool:
         """Save a checkpoint unless rank 0, which alone writes, sees that it is there, whole and with ``is_it``; return
         whether. Collective."""
         lacks = self._process.is_rank0
@@ -494,7 +527,9 @@ def evaluate(
 def _export(job: Job, trainer: Trainer, is_rank0: bool) -> None:
     what = f"writing the {'adapters' if job.model.adapters is not None else 'checkpoint'} to {job.output}"
     if is_rank0:
-        done = f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.settings.export else ""
+        done = (
+            f" as step {trainer.model.step_count:,} of {job.steps:,} left it" if job.settings.export else ""
+        )
         print(f"{what}{done}", flush=True)
     with activity(what):
         _write(job, trainer.model, RESULT, is_rank0)
@@ -553,7 +588,9 @@ def _where(job: Job, location: tuple[str, str], steps: int, is_saved: bool) -> s
             lines["to merge"] = shlex.join(map(str, words))
             obstacle = job.model.adapters.gguf.obstacle
             if not obstacle:
-                lines["gguf"] = f"{job.output / GGUF_ADAPTER}, for llama.cpp and for ADAPTER in an Ollama Modelfile"
+                lines["gguf"] = (
+                    f"{job.output / GGUF_ADAPTER}, for llama.cpp and for ADAPTER in an Ollama Modelfile"
+                )
             elif file is not None:
                 lines["gguf"] = f"no adapter for llama.cpp: {obstacle}"
             if job.engine.weights.frozen_dtype in ("int8", "nf4"):

@@ -94,7 +94,9 @@ def _decide(settings: Settings, there: list[tuple[str, str, int]]) -> Placement 
         with contextlib.suppress(UserError):  # it is refused later, on all ranks
             group = group_of(parse_strategy(settings.strategy).on(levels))
     order = node_order(leaves, group)
-    return Placement(tuple(order), tuple(leaves[node] for node in order), tuple(hosts[node] for node in order))
+    return Placement(
+        tuple(order), tuple(leaves[node] for node in order), tuple(hosts[node] for node in order)
+    )
 
 
 def check_same_command(settings: Settings, rank: RankProcess) -> set[str]:
@@ -180,7 +182,9 @@ def meet(settings: Settings, rank: RankProcess) -> tuple[dist.Store, Placement |
     timeout = timedelta(seconds=settings.node_timeout)
     store, news = rank_stores(rank, timeout)
     if rank.nodes == 1:
-        os.environ.update(interface_variables(LOOPBACK))  # also where the user has named one for runs of several nodes
+        os.environ.update(
+            interface_variables(LOOPBACK)
+        )  # also where the user has named one for runs of several nodes
     placement = place(settings, store)
     if placement is not None:
         rank.move(placement.order.index(rank.node))

@@ -36,7 +36,9 @@ def objective_of(job: Job) -> Objective | None:
     if job.traits.loss is None:
         return None
     module, _, name = job.traits.loss.rpartition(".")
-    objective: Objective = getattr(importlib.import_module(module), name)(**job.settings.named(job.traits.options))
+    objective: Objective = getattr(importlib.import_module(module), name)(
+        **job.settings.named(job.traits.options)
+    )
     return objective
 
 
@@ -109,13 +111,19 @@ class ObjectiveLoop:
         return learned, out.aux_coefficient / self._ranks.world_size * out.aux_loss
 
     def _means(self, watched: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        numbers = [number for value in watched.values() for number in (float(value.detach().sum()), value.numel())]
+        numbers = [
+            number for value in watched.values() for number in (float(value.detach().sum()), value.numel())
+        ]
         sums = self._ranks.sum(numbers)
-        return {name: total / count for name, total, count in zip(watched, sums[0::2], sums[1::2], strict=True)}
+        return {
+            name: total / count for name, total, count in zip(watched, sums[0::2], sums[1::2], strict=True)
+        }
 
 
 def _cut(batch: Batch, first: int, last: int, items: int) -> Batch:
-    return {name: value[first * len(value) // items : last * len(value) // items] for name, value in batch.items()}
+    return {
+        name: value[first * len(value) // items : last * len(value) // items] for name, value in batch.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,9 @@ class ReferencePass:
             for step in range(number):
                 doing.what = f"computing the reference: batch {step + 1:,} of {number:,}"
                 if np.isnan(table[batches.row_numbers(step)]).any():
-                    table[batches.row_numbers(step)] = self._rows(batches.batch(step), job.settings.batch_size)
+                    table[batches.row_numbers(step)] = self._rows(
+                        batches.batch(step), job.settings.batch_size
+                    )
         if self.writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             base = reference_identity(job, self.engine.base_identity)

@@ -43,7 +43,9 @@ class Stopped(Exception):
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
-        self.number = number  # Signal that stopped the run, if it is not the one that :class:`Interrupts` has received
+        self.number = (
+            number  # Signal that stopped the run, if it is not the one that :class:`Interrupts` has received
+        )
 
 
 class Interrupts:
@@ -112,7 +114,11 @@ class Interrupts:
 
     def _give_up(self) -> None:
         with contextlib.suppress(OSError):
-            print(f"\nstopped at once, after {STOP_SECONDS:.0f} s. {self.how_to_continue}", file=sys.stderr, flush=True)
+            print(
+                f"\nstopped at once, after {STOP_SECONDS:.0f} s. {self.how_to_continue}",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(self.status())
 
 
@@ -181,7 +187,9 @@ class RankProcess:
         store = self._store
         self._store = None
         if outcome.status and outcome.status not in STATUS.values() and self.nodes > 1:
-            outcome = Outcome(outcome.status, f"Rank {self.rank} on {socket.gethostname()}: {outcome.message}")
+            outcome = Outcome(
+                outcome.status, f"Rank {self.rank} on {socket.gethostname()}: {outcome.message}"
+            )
         if outcome.status and store is not None:
             with contextlib.suppress(Exception):  # rank 0 has ended, and the store with it
                 announced = store.compare_set(_ENDING, "", json.dumps(astuple(outcome)))
@@ -192,8 +200,12 @@ class RankProcess:
 
     def lose(self, error: BaseException) -> NoReturn:
         """End this rank because another is lost. The agent then starts all again, from the last commit."""
-        time.sleep(_GRACE_S)  # the listening thread ends this process if the other rank has announced an ending
-        reason = re.sub(r"^\[\S+\] ", "", on_one_line(error)).partition(". ")[0][:300]  # without gloo's advice
+        time.sleep(
+            _GRACE_S
+        )  # the listening thread ends this process if the other rank has announced an ending
+        reason = re.sub(r"^\[\S+\] ", "", on_one_line(error)).partition(". ")[0][
+            :300
+        ]  # without gloo's advice
         _say(f"rank {self.rank} of {self.world_size} lost contact with another rank {self._where} ({reason})")
         _exit(1)
 
@@ -234,7 +246,12 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"finetune: {as_message(text)}" if text else "", end="\n" if text else "", file=sys.stderr, flush=True)
+        print(
+            f"finetune: {as_message(text)}" if text else "",
+            end="\n" if text else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _exit(status: int) -> NoReturn:

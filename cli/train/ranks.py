@@ -69,7 +69,9 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
             trainer = open_(job, topology, rank, launches)
         try:
             train(job, trainer, rank)
-        except Exception as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
+        except (
+            Exception
+        ) as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
             if trainer.can_continue_after(error):
                 error.add_note(job.settings.how_to_continue)
             raise
@@ -90,7 +92,9 @@ def _prepare(settings: Settings, rank: RankProcess, store: dist.Store, stack: co
         return job
     speaks = os.environ["LOCAL_RANK"] == "0" and rank.node > 0
     if speaks:
-        print(f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True)
+        print(
+            f"nodes    this is node {rank.node + 1} of {rank.nodes}: rank 0 reads the data first", flush=True
+        )
     while not store.check(["prepared"]):  # not a collective: tokenizing may take longer than those may wait
         time.sleep(0.1)
     job = resolve(settings, is_restart=rank.restarted)
@@ -116,7 +120,9 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
     continued = job.settings.resume or _is_restart(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
-        if topology.local_rank == 0 and not continued:  # what more ranks than now have left there, or a single one
+        if (
+            topology.local_rank == 0 and not continued
+        ):  # what more ranks than now have left there, or a single one
             remove([folder])
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
             for path in folder.glob(rank_folder("*")):
@@ -129,7 +135,10 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
         run_name=name,
         resume=continued,
         overwrite=True,  # the launcher would not have come so far if something were there that is to be kept
-        batch_shape=(-(-job.settings.batch_size // topology.world_size) * job.batches.rows_per_item, job.seq_len),
+        batch_shape=(
+            -(-job.settings.batch_size // topology.world_size) * job.batches.rows_per_item,
+            job.seq_len,
+        ),
         topology=topology,
     )
     return Engine(job.checkpoint or job.settings.model, config)  # type: ignore[call-arg] # the config has ssd
@@ -182,7 +191,10 @@ class InMemoryTrainer(Trainer):
     def usage(self) -> Usage:
         trainer = self._trainer
         return Usage(
-            trainer.device_peak_bytes, trainer.meter.peak_bytes, trainer.meter.peak_bytes, trainer.meter.baseline_bytes
+            trainer.device_peak_bytes,
+            trainer.meter.peak_bytes,
+            trainer.meter.peak_bytes,
+            trainer.meter.baseline_bytes,
         )
 
 
@@ -207,7 +219,9 @@ def _open_commits(job: Job, topology: Topology, launches: Collection[str]) -> fc
         router_loss=engine.router_loss,
     )
     adapters = engine.adapters if engine.saved_adapter is None else engine.saved_adapter.directory
-    trainer = fcdp.trainer.Trainer(job.checkpoint or job.settings.model, topology, config, directory, adapters)
+    trainer = fcdp.trainer.Trainer(
+        job.checkpoint or job.settings.model, topology, config, directory, adapters
+    )
     if broadcast_from_rank0(lambda: _is_continued(job, launches)):
         trainer.resume()
     else:
@@ -225,7 +239,9 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
     profile = job.output / PROFILE
     cluster = job.settings.cluster
     unnamed = job.settings.strategy is None and cluster is None
-    if unnamed and (topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))):
+    if unnamed and (
+        topology.world_size == 1 or broadcast_from_rank0(lambda: _began_unmeasured(job, launches))
+    ):
         return DEFAULT
     micro_batch, micro_batches = _micro_batches(job, topology)
     has_measured = broadcast_from_rank0(lambda: has_profile(profile, topology.levels))
@@ -250,7 +266,10 @@ def _strategy(job: Job, topology: Topology, launches: Collection[str]) -> str:
             cluster_of(cluster, job.settings.levels, levels.nodes, levels.ranks_per_node), workload, levels
         )
         seconds, sent = format_seconds(choice.step_seconds), format_bytes(choice.inter_node_bytes)
-        print(f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step", flush=True)
+        print(
+            f"strategy {choice.name}; the planner expects {seconds} and {sent} across nodes per step",
+            flush=True,
+        )
         return choice.name
 
     name: str = broadcast_from_rank0(choose)

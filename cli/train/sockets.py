@@ -12,7 +12,11 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -21,7 +25,10 @@ from cli.train.process import LAUNCH, RankProcess
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "finetune"  # name of :func:`rendezvous_handler` in PyTorch's registry
-_INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # "=": NCCL's eth1 would match eth10, too
+_INTERFACES = {
+    "GLOO_SOCKET_IFNAME": "{}",
+    "NCCL_SOCKET_IFNAME": "={}",
+}  # "=": NCCL's eth1 would match eth10, too
 
 
 def interface_variables(address: str) -> dict[str, str]:
@@ -56,7 +63,9 @@ def rank_stores(rank: RankProcess, timeout: timedelta) -> tuple[dist.Store, dist
     """Return two connections to the store that all ranks share for this start of the run."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has a store for all starts
+    is_agents = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )  # torchrun's agent has a store for all starts
     if rank.nodes == 1 and not is_agents:
         address = LOOPBACK
     prefix = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_agents else ""

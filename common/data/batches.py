@@ -31,15 +31,21 @@ class DataConfig:
     seq_len: int  # Tokens per row
     batch_size: int  # Rows per step
     seed: int = 0  # Seed of the order of the rows, which is a new one in every epoch
-    shuffle: bool = True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
+    shuffle: bool = (
+        True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
+    )
     packed: bool = True  # Whether documents share rows; if not, batches are as long as their longest row
     kind: ItemKind | None = None  # What items are, which have rows to themselves; None: documents
     # Whether a position's label is the next token, for models whose loss does not shift labels
     labels_ahead: bool = False
-    truncate: bool = True  # Whether records with a prompt that are longer than a row are cut; else they are left out
+    truncate: bool = (
+        True  # Whether records with a prompt that are longer than a row are cut; else they are left out
+    )
     selection: RecordSelection = field(default_factory=RecordSelection)  # Which records are taken
     every_token: bool = False  # Whether every token carries loss, those of prompts among them
-    vocab_size: int | None = None  # Number of tokens that the model knows, which the data may not exceed; None: any
+    vocab_size: int | None = (
+        None  # Number of tokens that the model knows, which the data may not exceed; None: any
+    )
     # Whether chats with text that the template leaves out are left out; else they are an error
     drop_unseen: bool = False
 
@@ -54,7 +60,9 @@ class DataConfig:
         if not self.files:
             raise UserError("No data files given.")
         if self.seq_len < 2:
-            raise UserError(f"A sequence length of {self.seq_len} leaves nothing to predict; it must be at least 2.")
+            raise UserError(
+                f"A sequence length of {self.seq_len} leaves nothing to predict; it must be at least 2."
+            )
         if self.batch_size < 1:
             raise UserError(f"The batch size must be at least 1, not {self.batch_size}.")
 
@@ -70,7 +78,9 @@ class Batches(ABC):
     rows: int
     tokens: int  # Number of tokens of one epoch, without padding
     trainable_tokens: int  # Number of tokens of one epoch that carry loss
-    description: str  # Text for the user: a line, and one more for each thing that is not as the files have it
+    description: (
+        str  # Text for the user: a line, and one more for each thing that is not as the files have it
+    )
     stops: Sequence[int] = ()  # Tokens that end answers, at which generation has to stop
     # Whether a position's label is the token to predict there, not the token at that position
     labels_ahead: bool = False
@@ -105,16 +115,24 @@ class RandomBatches(Batches):
         self.steps_per_epoch = 1
         self.tokens = batch_size * seq_len
         self.trainable_tokens = batch_size * (seq_len - 1)
-        self.description = f"random tokens in rows of {seq_len:,}: this measures throughput and learns nothing"
+        self.description = (
+            f"random tokens in rows of {seq_len:,}: this measures throughput and learns nothing"
+        )
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """Draw the tokens of a step from the seed and ``step``; see :meth:`Batches.batch`."""
-        ids = np.random.default_rng((self._seed, step)).integers(self._vocab_size, size=self._shape, dtype=np.int64)
+        ids = np.random.default_rng((self._seed, step)).integers(
+            self._vocab_size, size=self._shape, dtype=np.int64
+        )
         labels = ids.copy()
         labels[:, 0] = IGNORED
         labels = _moved_ahead(labels) if self.labels_ahead else labels
         positions = torch.arange(self._shape[1]).repeat(self._shape[0], 1)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "position_ids": positions}
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": positions,
+        }
 
 
 class PackedBatches(Batches):
@@ -152,9 +170,13 @@ class PackedBatches(Batches):
                 f"in {counted(header.rows, 'row')} of {header.seq_len:,} ({fill:.1%} full)"
             )
             if not self.packed:
-                lines.append("one document in each row: nothing keeps those that share a row apart in this model")
+                lines.append(
+                    "one document in each row: nothing keeps those that share a row apart in this model"
+                )
         else:
-            answers = f", {trained} of them in answers" if header.trainable_tokens else ""  # texts of classes have none
+            answers = (
+                f", {trained} of them in answers" if header.trainable_tokens else ""
+            )  # texts of classes have none
             counts = f"{self.rows:,} {kind.name} from {files}: {tokens} tokens{answers}"
         self.description = "\n".join([counts, *lines])
 
@@ -239,7 +261,9 @@ class MixedBatches(Batches):
         seed: seed of the order.
     """
 
-    def __init__(self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, parts: Sequence[PackedBatches], weights: Sequence[float], batch_size: int, seed: int
+    ) -> None:
         self._parts = list(parts)
         self._size = batch_size
         self._seed = seed

@@ -21,7 +21,9 @@ class Beginnings:
         self._tokenizer = tokenizer
         tokens = tokenizer.added_tokens_decoder.values()
         # What is normalized is looked for in another text.
-        names = {token.content for token in tokens if token.special and not token.normalized and token.content}
+        names = {
+            token.content for token in tokens if token.special and not token.normalized and token.content
+        }
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
         self._is_trusted = bool(names) and tokenizer.is_fast
         self._unchecked = _CHECKED
@@ -72,5 +74,9 @@ class Beginnings:
 
     def _encoded(self, text: str) -> BatchEncoding:
         return self._tokenizer(
-            text, add_special_tokens=False, verbose=False, return_attention_mask=False, return_token_type_ids=False
+            text,
+            add_special_tokens=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
         )

@@ -14,7 +14,9 @@ class Documents:
 
     rows: int
     length: int  # Number of tokens of each row
-    flat: tuple[int, ...]  # Row, first token and end of each document, one after another; they cover every token
+    flat: tuple[
+        int, ...
+    ]  # Row, first token and end of each document, one after another; they cover every token
 
     @staticmethod
     def of(position_ids: torch.Tensor | None) -> "Documents | None":

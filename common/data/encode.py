@@ -119,12 +119,18 @@ class AnswerFinder:
             start = common_prefix(asked, ids)
             if history and start == len(asked):
                 return start
-            if history and start >= common_prefix(self._render(history, options), asked):  # differs in the header alone
+            if history and start >= common_prefix(
+                self._render(history, options), asked
+            ):  # differs in the header alone
                 return start
         # What comes before is rendered differently now. Vary the answer, then the rest, and see where ids change.
         first = common_prefix(ids, self._render([*history, varied(answer, _OTHER)], options))
         others = [varied(message, _OTHER) for message in history]
-        last = len(ids) - common_prefix(ids[::-1], self._render([*others, answer], options)[::-1]) if history else 0
+        last = (
+            len(ids) - common_prefix(ids[::-1], self._render([*others, answer], options)[::-1])
+            if history
+            else 0
+        )
         if last > first:
             raise UserError(f"{chat.where}: the chat template mixes turn {turn + 1} with those before it.")
         return max(last, self._behind_header(ids[:first], options))
@@ -170,7 +176,11 @@ class AnswerEnds:
             if closing is None and end == len(ids) and following is not None:
                 ids.append(following)
                 trained.append(False)
-            if closing not in stops and end < len(ids) and ids[end] in (self._special if closing is None else stops):
+            if (
+                closing not in stops
+                and end < len(ids)
+                and ids[end] in (self._special if closing is None else stops)
+            ):
                 trained[end] = True
                 end += 1
             elif closing is None:
@@ -329,7 +339,9 @@ class Encoder:
             self._written.count(text.completion, [ids], text.where)
             for part in self._fitted([TokenizedAnswer(ids, [True] * len(ids))], text.where, len(ids) == 1):
                 shorter = ids if len(part.ids) == len(ids) else self._truncated(ids, len(part.ids))
-                yield part._replace(ids=np.array(shorter, np.uint32), trained=np.zeros(len(shorter), dtype=bool))
+                yield part._replace(
+                    ids=np.array(shorter, np.uint32), trained=np.zeros(len(shorter), dtype=bool)
+                )
 
     def _truncated(self, ids: list[int], tokens: int) -> list[int]:
         """Return a text in fewer tokens, with those that the tokenizer puts around it."""
@@ -347,9 +359,13 @@ class Encoder:
         self, parts: list[TokenizedAnswer], where: str, continues: bool, ends: bool = True
     ) -> Iterator[EncodedSegment]:
         """Yield what of a record goes into rows; one that ``continues`` in the next row goes there unchanged."""
-        check_vocabulary((max(part.ids, default=0) for part in parts), self._vocab_size, self.tokenizer, where)
+        check_vocabulary(
+            (max(part.ids, default=0) for part in parts), self._vocab_size, self.tokenizer, where
+        )
         for part in parts if continues else self.fitting.fit(parts, where):
-            trained = np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
+            trained = (
+                np.ones(len(part.ids), bool) if self._every_token else np.array(part.trained, dtype=bool)
+            )
             self.fitting.documents += ends
             yield EncodedSegment(np.array(part.ids, dtype=np.uint32), trained, ends)
 
@@ -374,8 +390,12 @@ class Encoder:
             if self._every_token:
                 return seen, parts
             last = len(seen.messages) - 1
-            turns = [last if part.ends else turn for turn, part in zip(seen.answers or [last], parts, strict=False)]
-            return seen, [self._ended(part, seen, turn, form) for turn, part in zip(turns, parts, strict=True)]
+            turns = [
+                last if part.ends else turn for turn, part in zip(seen.answers or [last], parts, strict=False)
+            ]
+            return seen, [
+                self._ended(part, seen, turn, form) for turn, part in zip(turns, parts, strict=True)
+            ]
         except UserError:
             raise
         except LimitExceeded as error:
@@ -406,7 +426,9 @@ class Encoder:
             in_turns = [False] * len(ids)
             for start, stop in spans:
                 in_turns[start:stop] = [True] * (stop - start)
-            trained = in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
+            trained = (
+                in_turns if trained is None else [a and b for a, b in zip(trained, in_turns, strict=True)]
+            )
         assert trained is not None
         ends = _run_ends(trained) if spans is None else tuple(stop for _, stop in spans)
         return [TokenizedAnswer(ids, trained, ends)]
@@ -414,7 +436,9 @@ class Encoder:
     def _answer(self, chat: Chat, turn: int, marks: bool) -> TokenizedAnswer:
         ids, marked = self._template.render_marked(chat.messages[: turn + 1], chat.options, marks)
         start = self._finder.start(chat, turn, ids)
-        return TokenizedAnswer(ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))])
+        return TokenizedAnswer(
+            ids, [at >= start and (marked is None or marked[at]) for at in range(len(ids))]
+        )
 
     def _ended(self, part: TokenizedAnswer, chat: Chat, turn: int, form: Form) -> TokenizedAnswer:
         """Return a conversation up to ``turn``, or its last answer, with loss on what ends each answer."""

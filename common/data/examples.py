@@ -122,7 +122,11 @@ class ItemKind:
         ``margins``, fp32, of pairs for one."""
         if not self.classifies:
             return {}
-        return {"margins": marks.view(np.float32)} if self.name == "pairs" else {"labels": marks.astype(np.int64)}
+        return (
+            {"margins": marks.view(np.float32)}
+            if self.name == "pairs"
+            else {"labels": marks.astype(np.int64)}
+        )
 
 
 def examples_of_records(records: Iterable[DataRecord]) -> Iterator[Example]:
@@ -152,7 +156,9 @@ def layout_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     return there[0] if there else None
 
 
-def objects_read(record: dict[str, Any], kind: ItemKind | None) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+def objects_read(
+    record: dict[str, Any], kind: ItemKind | None
+) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
     """Yield the record, and the object in it that holds the prompt (OpenAI's format): where it is, its values, and
     which of them are read."""
     yield "", record, columns_read(record, kind)
@@ -171,7 +177,9 @@ def columns_read(record: Mapping[str, Any], kind: ItemKind | None) -> set[str]:
     layout = layout_of(record) or () if kind is None else (_prompt_of(record) or "prompt", *_PAIR, *margin)
     if layout == ("text",):
         return set(layout)
-    is_text = layout[:1] == ("instruction",) or (layout[:1] == ("prompt",) and isinstance(record.get("prompt"), str))
+    is_text = layout[:1] == ("instruction",) or (
+        layout[:1] == ("prompt",) and isinstance(record.get("prompt"), str)
+    )
     return {*layout, *_TURNS, *(_PASSAGES if is_text else ())}
 
 
@@ -184,7 +192,9 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     if prompt == "text":
         return PlainText("", require_text(record, "text", where), where=where)
     if media := next((name for name in MEDIA if record.get(name)), None):
-        raise UserError(f"{where} has {media!r}, which is not read here: leave it out, with what the text says of it.")
+        raise UserError(
+            f"{where} has {media!r}, which is not read here: leave it out, with what the text says of it."
+        )
     options = _template_options(record, where)
     system = require_text(record, "system", where)
     history = list(_history(record, where, prompt))
@@ -193,7 +203,9 @@ def example_of(record: Mapping[str, Any], where: str, prompt: str, answer: str |
     _check_context(record, where, prompt, asked)
     if isinstance(asked, str) and isinstance(answered, str) and not (options or system.strip() or history):
         return PlainText(asked, answered, where=where)
-    turns = history + ([{"role": "user", "content": asked}] * bool(asked) if isinstance(asked, str) else asked)
+    turns = history + (
+        [{"role": "user", "content": asked}] * bool(asked) if isinstance(asked, str) else asked
+    )
     answers = [{"role": "assistant", "content": answered}] if isinstance(answered, str) else answered
     plain = None
     if prompt == "instruction" and isinstance(answered, str) and not (system.strip() or history):
@@ -221,7 +233,12 @@ def continued(prompt: list[Message], answer: list[Message], where: str) -> tuple
         leads = all(message["role"] == "system" for message in answer[:start])
         if prompt and leads and len(answer) > end and same_turns(answer[start:end], prompt):
             return end, answer
-    if prompt and answer and prompt[-1]["role"] == "user" and answer[0]["role"] in ("user", "system", "developer"):
+    if (
+        prompt
+        and answer
+        and prompt[-1]["role"] == "user"
+        and answer[0]["role"] in ("user", "system", "developer")
+    ):
         raise UserError(
             f"{where}: the answer is a conversation that begins with another {answer[0]['role']} turn than the prompt: "
             f"{str(answer[0].get('content'))[:80]!r}. Leave the prompt or these turns out."
@@ -257,9 +274,12 @@ def _history(record: Mapping[str, Any], where: str, prompt: str) -> Iterator[Mes
     """Yield the turns of Alpaca's ``history``, a list of questions with their answers."""
     history = structured(record, "history", where) or []
     if history and prompt in WHOLE:
-        raise UserError(f"{where} has a 'history' column and {prompt!r}, which holds all turns: leave one out.")
+        raise UserError(
+            f"{where} has a 'history' column and {prompt!r}, which holds all turns: leave one out."
+        )
     if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history
     ):
         raise UserError(f"{where}: 'history' is not a list of [question, answer]: {str(history)[:80]}")
     for question, answer in history:
@@ -271,7 +291,9 @@ def _with_system(system: str, turns: list[Message], where: str) -> list[Message]
     if turns and turns[0]["role"] in ("system", "developer"):
         if same_turns([{**turns[0], "role": "system"}], [first]):
             return turns
-        raise UserError(f"{where} has a 'system' column, and a conversation with another system prompt: leave one out.")
+        raise UserError(
+            f"{where} has a 'system' column, and a conversation with another system prompt: leave one out."
+        )
     return [first, *turns]
 
 
@@ -282,9 +304,13 @@ def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         value = structured(record, column, where)
         if not value:
             continue
-        if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
+        if not isinstance(value, kind) or (
+            kind is list and not all(isinstance(item, dict) for item in value)
+        ):
             expected = "an object" if kind is dict else "a list of objects"
-            raise UserError(f"{where}: {column!r} is not {expected}, as chat templates take it: {str(value)[:80]}")
+            raise UserError(
+                f"{where}: {column!r} is not {expected}, as chat templates take it: {str(value)[:80]}"
+            )
         if column in ("tools", "functions"):  # OpenAI's format, of now and of before
             column = "tools"
             value = options.get("tools", []) + [_as_tool(tool) for tool in value]
@@ -293,7 +319,11 @@ def _template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    bare = isinstance(tool.get("name"), str) and "function" not in tool and tool.get("type", "function") == "function"
+    bare = (
+        isinstance(tool.get("name"), str)
+        and "function" not in tool
+        and tool.get("type", "function") == "function"
+    )
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} if bare else tool
 
 
@@ -305,7 +335,9 @@ def pair_kind(classifies: bool = False, pad: int | None = None) -> ItemKind:
 
 def class_kind(classes: dict[str, int], pad: int | None = None) -> ItemKind:
     """Return the kind of items that are texts with a class, given the numbers of the classes by name."""
-    return ItemKind("texts", partial(classes_of_records, classes=classes), 1, True, pad, tuple(classes.items()))
+    return ItemKind(
+        "texts", partial(classes_of_records, classes=classes), 1, True, pad, tuple(classes.items())
+    )
 
 
 def pairs_of_records(records: Iterable[DataRecord], margins: bool = True) -> Iterator[Item]:
@@ -354,7 +386,9 @@ def classes_of_records(records: Iterable[DataRecord], classes: Mapping[str, int]
         number = classes.get(label, classes.get(f"LABEL_{label}"))
         if number is None:
             known = ", ".join(list(classes)[:8])
-            raise UserError(f"{where} has the label {label!r}; the model knows {known}.{did_you_mean(label, classes)}")
+            raise UserError(
+                f"{where} has the label {label!r}; the model knows {known}.{did_you_mean(label, classes)}"
+            )
         yield Item((PlainText("", text, where=where),) if text.strip() else (), number, where)
 
 
@@ -401,7 +435,9 @@ def _pair(values: dict[str, Any], where: str) -> tuple[()] | tuple[Example, Exam
         alike = _alike(chosen, rejected)
         cut = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike)) + 1
         values = {**values, "prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
-    better, worse = (example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected"))
+    better, worse = (
+        example_of(values, where, column or "prompt", answer) for answer in ("chosen", "rejected")
+    )
     if type(better) is not type(worse):
         raise UserError(f"{where}: chosen and rejected must both be texts, or both be lists of messages.")
     if whole and isinstance(better, Chat) and isinstance(worse, Chat):

@@ -56,7 +56,9 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
         else:
             files.append(path)
     if unknown := [file for file in files if extension_of(file) not in READERS]:
-        raise UserError(f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}.")
+        raise UserError(
+            f"{str(unknown[0])!r} cannot be read as data: known extensions are {KNOWN_EXTENSIONS}."
+        )
     folders = {file.parent for file in files if not _MADE_OF_DATA.fullmatch(file.name)}
     if derived := [file for file in files if _MADE_OF_DATA.fullmatch(file.name) and file.parent in folders]:
         raise UserError(
@@ -64,7 +66,9 @@ def find_files(names: tuple[str, ...]) -> list[Path]:
             f"the directory, {derived[0].parent}, or one of both."
         )
     if len(files) > 1 and (empty := [file for file in files if file.is_file() and not file.stat().st_size]):
-        raise UserError(f"{empty[0]} has 0 bytes, as if it was not written to its end: write it again, or remove it.")
+        raise UserError(
+            f"{empty[0]} has 0 bytes, as if it was not written to its end: write it again, or remove it."
+        )
     return files
 
 
@@ -122,14 +126,22 @@ def _data_below(directory: Path) -> list[Path]:
     ]
     data = [path for path in entries if extension_of(path) in READERS and path.name not in _ABOUT_DATA]
     if dangling := [path for path in data if not path.exists()]:
-        raise UserError(f"{dangling[0]} is a link to {dangling[0].readlink()}, which does not exist: fetch it.")
-    for state in [path for path in data if path.name == "state.json" and path.with_name("dataset_info.json").is_file()]:
+        raise UserError(
+            f"{dangling[0]} is a link to {dangling[0].readlink()}, which does not exist: fetch it."
+        )
+    for state in [
+        path for path in data if path.name == "state.json" and path.with_name("dataset_info.json").is_file()
+    ]:
         try:
-            names = {str(file["filename"]) for file in json.loads(read_text_file(state)).get("_data_files", [])}
+            names = {
+                str(file["filename"]) for file in json.loads(read_text_file(state)).get("_data_files", [])
+            }
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{state} does not list the files of a data set: {on_one_line(error)}") from error
         if missing := sorted(name for name in names if not state.with_name(name).is_file()):
-            raise UserError(f"{state.with_name(missing[0])} is missing, which {state.name} lists: save the data again.")
+            raise UserError(
+                f"{state.with_name(missing[0])} is missing, which {state.name} lists: save the data again."
+            )
         data = [path for path in data if path.parent != state.parent or path.name in names]
     if not data:
         seen = sorted({path.suffix or path.name for path in entries})
@@ -163,7 +175,9 @@ def _hub_files(name: str) -> list[Path]:
     try:
         snapshot = huggingface_hub.snapshot_download(repository, repo_type="dataset")
     except Exception as error:  # the network's, the hub's and the disk's errors
-        raise UserError(f"The data set {repository!r} cannot be fetched: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"The data set {repository!r} cannot be fetched: {type(error).__name__}: {error}"
+        ) from error
     return _files_of_split(name, snapshot)
 
 
@@ -180,7 +194,9 @@ def _files_of_split(name: str, directory: str) -> list[Path]:
         raise UserError(
             f"The data set {name!r} in {directory} cannot be read: {first} (NAME:CONFIGURATION:SPLIT chooses one.)"
         ) from error
-    splits: dict[str, Sequence[str]] = {str(key): files for key, files in (builder.config.data_files or {}).items()}
+    splits: dict[str, Sequence[str]] = {
+        str(key): files for key, files in (builder.config.data_files or {}).items()
+    }
     if split not in splits:
         raise UserError(
             f"The data set {name!r} has no split {split!r}, but {', '.join(splits) or 'none'}: give "

@@ -47,7 +47,12 @@ PLACEHOLDER = "<image>"  # Text in a string that stands for an image
 COLUMNS = ("images", "image")  # Columns of a record that hold its images
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
-_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of an image, for qwen_vl_utils and ms-swift
+_SIZES = (
+    "min_pixels",
+    "max_pixels",
+    "resized_height",
+    "resized_width",
+)  # of an image, for qwen_vl_utils and ms-swift
 _DEEP_MODES = ("I", "F")  # What Pillow's modes of more than 8 bits begin with
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 
@@ -74,7 +79,8 @@ def with_images(messages: list[Message], given: Any, where: str, directory: Path
     """
     column = iter(given if isinstance(given, list) else [given] if given else [])
     result = [
-        {**message, "content": list(_parts(message.get("content"), column, where, directory))} for message in messages
+        {**message, "content": list(_parts(message.get("content"), column, where, directory))}
+        for message in messages
     ]
     if left := sum(1 for _ in column):
         raise UserError(
@@ -100,7 +106,9 @@ def _parts(content: Any, column: Iterator[Any], where: str, directory: Path) -> 
         elif kind == "text":
             yield part
         else:
-            raise UserError(f"{where}: a part of type {kind!r} cannot be trained on; there are text and image.")
+            raise UserError(
+                f"{where}: a part of type {kind!r} cannot be trained on; there are text and image."
+            )
 
 
 def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> dict[str, Any]:
@@ -121,7 +129,9 @@ def _image(value: Any, column: Iterator[Any], where: str, directory: Path) -> di
             _check_depth(io.BytesIO(base64.b64decode(value.partition(",")[2])), where)
         return {"type": "image", "url": value}
     if value.startswith(("http:", "https:")):
-        raise UserError(f"{where}: the image {value} is on the network, and nothing is downloaded: give a local file.")
+        raise UserError(
+            f"{where}: the image {value} is on the network, and nothing is downloaded: give a local file."
+        )
     path = Path(unquote(urlparse(value).path) if value.startswith("file:") else value).expanduser()
     path = path if path.is_absolute() else directory / path
     if not path.is_file():
@@ -174,7 +184,9 @@ class ImageRow:
     @property
     def files(self) -> list[Path]:
         """The images that are files, in the order of their places."""
-        parts = [part for message in self.messages for part in message["content"] if part.get("type") == "image"]
+        parts = [
+            part for message in self.messages for part in message["content"] if part.get("type") == "image"
+        ]
         return [Path(part["url"]) for part in parts if not part["url"].startswith("data:")]
 
     def check_images(self) -> None:
@@ -206,7 +218,10 @@ class ImageEncoder:
         self._config = config
         self.counts = counts
         self._encoder = Encoder(processor.tokenizer, counts, drop_unseen=config.drop_unseen, source=processor)
-        self._image_ids = {getattr(processor, "image_token_id", None), *getattr(processor, "image_token_ids", ())}
+        self._image_ids = {
+            getattr(processor, "image_token_id", None),
+            *getattr(processor, "image_token_ids", ()),
+        }
 
     def rows(self, record: DataRecord) -> Iterator[ImageRow]:
         """Return the rows of a record, one as a rule; see :meth:`Encoder.parts`.
@@ -220,7 +235,9 @@ class ImageEncoder:
             return
         chat, parts = self._encoder.parts(given)
         for turn, part in zip(chat.answers or [0], map(self._without_images, parts), strict=False):
-            texts = (token for token in part.ids if token not in self._image_ids)  # of images, no embedding is read
+            texts = (
+                token for token in part.ids if token not in self._image_ids
+            )  # of images, no embedding is read
             check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, record.where)
             tokens = len(part.ids)
             messages = chat.messages if part.ends else chat.messages[: turn + 1]
@@ -240,7 +257,9 @@ class ImageEncoder:
             counts.tokens += tokens
             counts.trainable_tokens += sum(part.trained[:tokens])
             counts.longest = max(counts.longest, tokens)
-            counts.images += sum(piece["type"] == "image" for message in messages for piece in message["content"])
+            counts.images += sum(
+                piece["type"] == "image" for message in messages for piece in message["content"]
+            )
             edges = np.flatnonzero(np.diff([0, *part.trained[:tokens], 0]))
             row = ImageRow(messages, edges.reshape(-1, 2).tolist(), tokens, record.where, chat.options, [])
             yield replace(row, digests=[_digest_of(file) for file in row.files])
@@ -254,13 +273,17 @@ class ImageEncoder:
         """Return the conversation of a record with its images; None if it is empty."""
         given, *others = [record.values[column] for column in COLUMNS if record.values.get(column)] or [None]
         if others:
-            raise UserError(f"{record.where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out.")
+            raise UserError(
+                f"{record.where} has images in {' and '.join(map(repr, COLUMNS))}: leave one out."
+            )
         rest = {name: value for name, value in record.values.items() if name not in COLUMNS}
         [example] = examples_of_records([record._replace(values=rest)])
         if example.is_empty:
             return None
         if not isinstance(example, Chat):
-            raise UserError(f"{record.where} is not a conversation: records with images must be conversations.")
+            raise UserError(
+                f"{record.where} is not a conversation: records with images must be conversations."
+            )
         images = with_images(example.messages, given, record.where, record.file.parent)
         return replace(example, messages=images)
 

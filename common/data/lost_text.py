@@ -42,7 +42,9 @@ class WrittenText:
     def _test(self, characters: list[str]) -> None:
         """Find out which characters have the tokens of none, or of a space. A letter in their place is a choice."""
         self._tested.update(characters)
-        without, space, *encoded = tokenized(self._tokenizer, ["aa", "a a", *(f"a{each}a" for each in characters)])
+        without, space, *encoded = tokenized(
+            self._tokenizer, ["aa", "a a", *(f"a{each}a" for each in characters)]
+        )
         bare = self._shown(without)
         for each, ids in zip(characters, encoded, strict=True):
             if self._tokenizer.unk_token_id in ids:  # of these, tokens are counted

@@ -18,7 +18,19 @@ _NAMES = {
     "system": ("system",),
     "developer": ("developer",),
     "user": ("user", "human", "prompter", "customer"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", "agent", *_CALLS),
+    "assistant": (
+        "assistant",
+        "gpt",
+        "chatgpt",
+        "bing",
+        "bard",
+        "model",
+        "bot",
+        "chatbot",
+        "ai",
+        "agent",
+        *_CALLS,
+    ),
     "tool": ("tool", "observation", "function_response", "tool_response", "tool_result"),
     "function": ("function",),
     "ipython": ("ipython",),
@@ -66,7 +78,9 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages of a conversation, or of a single turn; none for None."""
     turns = [value] if isinstance(value, dict) else [] if value is None else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}')
+        raise UserError(
+            f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}'
+        )
     return [_message(turn, f"{where}: turn {number} of {column!r}") for number, turn in enumerate(turns, 1)]
 
 
@@ -74,20 +88,26 @@ def _message(turn: dict[str, Any], which: str) -> Message:
     # As in transformers, keys that are null are not there: most templates ignore them, or write None.
     message = {key: value for key, value in turn.items() if value is not None}
     sharegpt = "from" in message
-    name, content = (message.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content")))
+    name, content = (
+        message.pop(key, None) for key in (("from", "value") if sharegpt else ("role", "content"))
+    )
     # Of two contents, which one would be meant? And a content under another name would be left out.
     if not isinstance(name, str) or {"role", "value"} & set(message) or (sharegpt and "content" in message):
         raise UserError(f'{which} is not {{"role": ..., "content": ...}}: {str(turn)[:80]}')
     role = ROLES.get(name.strip().lower())
     if role is None:
-        raise UserError(f"{which} has the role {name!r}, none of {', '.join(ROLES)}.{did_you_mean(name, ROLES)}")
+        raise UserError(
+            f"{which} has the role {name!r}, none of {', '.join(ROLES)}.{did_you_mean(name, ROLES)}"
+        )
     rest = message
     message = {"role": role}
     if name.strip().lower() in _CALLS:
         message |= {"content": "", "tool_calls": _calls(content, which)}
     elif content is not None:
         message["content"] = content
-    calls = [call for key in ("tool_calls", "function_call") if rest.get(key) for call in _calls(rest[key], which)]
+    calls = [
+        call for key in ("tool_calls", "function_call") if rest.get(key) for call in _calls(rest[key], which)
+    ]
     rest = {key: value for key, value in rest.items() if key not in ("tool_calls", "function_call")}
     message |= rest | ({"tool_calls": calls} if calls else {})
     if not {"content", "tool_calls", "refusal", *REASONING} & set(message):
@@ -98,7 +118,9 @@ def _message(turn: dict[str, Any], which: str) -> Message:
         message["content"] = json.dumps(message["content"], ensure_ascii=False)
     for key in ("content", *REASONING):
         if not isinstance(message.get(key, ""), str | list):
-            raise UserError(f"{which}: {key!r} is {json.dumps(message[key], default=str)[:80]}, expected text.")
+            raise UserError(
+                f"{which}: {key!r} is {json.dumps(message[key], default=str)[:80]}, expected text."
+            )
     _check_weight(message, which)
     return message
 
@@ -108,7 +130,9 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
     listed = given if isinstance(given, list) else [given]
     calls = [{"type": "function", "function": call} if _is_function(call) else call for call in listed]
     if not calls or not all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls):
-        raise UserError(f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}')
+        raise UserError(
+            f'{which} is a function call that is not {{"name": ..., "arguments": ...}}: {str(value)[:80]}'
+        )
     for function in (call["function"] for call in calls):
         others = function.keys() - _OF_FUNCTION
         if others and "arguments" not in function:
@@ -123,7 +147,9 @@ def _calls(value: Any, which: str) -> list[dict[str, Any]]:
             value = parse_json(arguments) if isinstance(arguments, str) else arguments
             json.dumps(value, default=str, allow_nan=False)  # Python reads NaN, and 1e400 as Infinity
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{which} has arguments that are not JSON ({error}): {str(arguments)[:80]}") from error
+            raise UserError(
+                f"{which} has arguments that are not JSON ({error}): {str(arguments)[:80]}"
+            ) from error
     return [_with_arguments(call) for call in calls]
 
 
@@ -153,7 +179,9 @@ def _with_parts(message: Message, which: str) -> Message:
     moved: dict[str, Any] = {}
     for part in message["content"]:
         part = {"text": part} if isinstance(part, str) else part
-        given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        given = (
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        )
         if switch := next((key for key in ("weight", *LOSS_SWITCHES) if key in given), None):
             raise UserError(
                 f"{which}: a part of its content has {switch!r}, and the parts of a turn carry loss together. Make it "
@@ -172,7 +200,9 @@ def _with_parts(message: Message, which: str) -> Message:
         elif kind in ("text", "input_text", "output_text") and isinstance(text, str):
             content.append({"type": "text", "text": text})
         else:
-            raise UserError(f"{which}: content has a part {str(part)[:80]}, none of text, reasoning, tool_call.")
+            raise UserError(
+                f"{which}: content has a part {str(part)[:80]}, none of text, reasoning, tool_call."
+            )
     return {**message, "content": content or "", **moved}
 
 
@@ -204,4 +234,6 @@ def same_turns(left: list[Message], right: list[Message]) -> bool:
 
 def _bare(message: Message) -> str:
     content = message.get("content") or ""
-    return ("".join(part.get("text", "") for part in content) if isinstance(content, list) else content).strip()
+    return (
+        "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+    ).strip()

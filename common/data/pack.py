@@ -27,11 +27,15 @@ from common.files import check_regular, file_when_complete
 from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 
-FORMAT_VERSION = 20  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = (
+    20  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+)
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss
-STARTS = np.uint32(1 << 31)  # Bit of the first token of a document, of a later piece of a document, or of the padding
+STARTS = np.uint32(
+    1 << 31
+)  # Bit of the first token of a document, of a later piece of a document, or of the padding
 
 _HELD_WORDS = 1 << 24  # Number of words of open rows that are held in memory, 64 MiB
 _HEADER_BYTES = 1 << 16  # Room for all counts, with the longest names that files have
@@ -124,7 +128,9 @@ class Packer:
     order of the pieces. Open rows take 64 MiB at most, but at least one is open.
     """
 
-    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64) -> None:
+    def __init__(
+        self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 64
+    ) -> None:
         self._seq_len = seq_len
         self._pad = pad
         self._write = write
@@ -163,7 +169,9 @@ class Padder:
     Pieces of similar length come one after another: ``window`` of them, or 64 MiB, are sorted at a time.
     """
 
-    def __init__(self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024) -> None:
+    def __init__(
+        self, seq_len: int, pad: int, write: Callable[[np.ndarray], object], window: int = 1024
+    ) -> None:
         self._seq_len = seq_len
         self._pad = pad
         self._write = write
@@ -216,7 +224,9 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         last_call = ("truncation", "padding")  # what the last call has set
-        rules: Any = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in last_call}
+        rules: Any = {
+            name: rule for name, rule in json.loads(backend.to_str()).items() if name not in last_call
+        }
     else:
         rules = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     side = ["left"] if tokenizer.truncation_side == "left" else []
@@ -248,7 +258,9 @@ class TokenFile:
         for out, row in zip(words, rows.tolist(), strict=True):
             at = _HEADER_BYTES + row * self._row_bytes
             try:
-                out[:] = np.frombuffer(_checked(os.pread(self._file.fileno(), self._row_bytes, at)), np.uint32)
+                out[:] = np.frombuffer(
+                    _checked(os.pread(self._file.fileno(), self._row_bytes, at)), np.uint32
+                )
             except ValueError as error:
                 raise FinetuneError(
                     f"The packed data are damaged: bytes {at:,} to {at + self._row_bytes - 1:,} of {self._file.name} "

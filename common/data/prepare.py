@@ -63,7 +63,10 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
     pad = padding_id(tokenizer, config.vocab_size) if kind is None or kind.pad is None else kind.pad
 
     def build(path: Path, files: list[Path], doing: Activity) -> None:
-        counts, part = Counts(config.seq_len, config.truncate, len(files)), RowFitter(config.seq_len, config.truncate)
+        counts, part = (
+            Counts(config.seq_len, config.truncate, len(files)),
+            RowFitter(config.seq_len, config.truncate),
+        )
         encoder = Encoder(
             tokenizer,
             part,
@@ -73,7 +76,9 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
             drop_unseen=config.drop_unseen,
         )
         names = config.selection.columns
-        counts.prompt_columns = [names.get(name, name) for name in ("prompt", "completion")[: 2 if kind is None else 1]]
+        counts.prompt_columns = [
+            names.get(name, name) for name in ("prompt", "completion")[: 2 if kind is None else 1]
+        ]
 
         def encoded(records: Iterator[DataRecord]) -> Iterator[EncodedSegment]:
             return encoder.encode(examples_of_records(noted(records, part, None)))
@@ -96,7 +101,9 @@ def open_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir:
             counts.check_any_rows(files)
 
     name, identity = "data" if kind is None else kind.name, tokenizer_identity(tokenizer)
-    return open_or_build(lambda path: PackedBatches(TokenFile(path), config), build, config, cache_dir, name, identity)
+    return open_or_build(
+        lambda path: PackedBatches(TokenFile(path), config), build, config, cache_dir, name, identity
+    )
 
 
 def open_or_build(
@@ -129,7 +136,9 @@ def open_or_build(
         return open_file(path)
     with (
         activity("waiting for another run that prepares the same data") as doing,
-        DirectoryLock([cache_dir], patience=math.inf),  # of several ranks on a machine, the first one makes it for all
+        DirectoryLock(
+            [cache_dir], patience=math.inf
+        ),  # of several ranks on a machine, the first one makes it for all
     ):
         with unusable:
             return open_file(path)
@@ -144,7 +153,9 @@ def open_or_build(
         for file, (_, before) in zip(files, states, strict=True):
             if _is_changed(file, before):
                 path.unlink()
-                raise UserError(f"{file} has changed while it was read: start again once nothing writes to it.")
+                raise UserError(
+                    f"{file} has changed while it was read: start again once nothing writes to it."
+                )
     # Allocators keep 100 MB and more of what reading and tokenizing used, for a next time.
     if "pyarrow" in sys.modules:  # it has read tables
         sys.modules["pyarrow"].default_memory_pool().release_unused()

@@ -58,7 +58,9 @@ def _named_class(checkpoint: Path) -> type[ProcessorMixin] | None:
 
 def _without_videos(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
     """Return a class of processors without the part for videos, which transformers finds in the signature."""
-    parameters = [each for each in inspect.signature(kind.__init__).parameters.values() if each.name != _VIDEO]
+    parameters = [
+        each for each in inspect.signature(kind.__init__).parameters.values() if each.name != _VIDEO
+    ]
     names = [each.name for each in parameters[1:]]
 
     def initialize(self: ProcessorMixin, *parts: Any, **options: Any) -> None:

@@ -44,7 +44,9 @@ class DataRecord(NamedTuple):
     values: dict[str, Any]  # Values by column
     file: Path
     position: str  # Where it is in the file: `line 7`, or `record 7` where there are no lines
-    replaced: Mapping[str, Any] = MappingProxyType({})  # Values of columns whose layout --columns fills with others
+    replaced: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # Values of columns whose layout --columns fills with others
 
     @property
     def where(self) -> str:
@@ -84,7 +86,9 @@ def require_text(record: Mapping[str, Any], field: str, where: str) -> str:
     kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     kind = kinds.get(type(value), f"of type {type(value).__name__}")
     shown = str(value)[:80]
-    advice = f' Write "{json.dumps(value)}", in quotes, if it is text.' if isinstance(value, int | float) else ""
+    advice = (
+        f' Write "{json.dumps(value)}", in quotes, if it is text.' if isinstance(value, int | float) else ""
+    )
     raise UserError(f"{where}: {field!r} is {kind}, where text is expected: {shown}.{advice}")
 
 
@@ -150,7 +154,9 @@ def read_records(path: Path, position: ReadPosition | None = None) -> Iterator[D
             for which, value in READERS[extension_of(path)](path, file):
                 if not isinstance(value, dict):
                     shown = _shown(json.dumps(value))
-                    raise UserError(f'{path}, {which}: expected an object such as {{"text": "..."}}, found {shown}')
+                    raise UserError(
+                        f'{path}, {which}: expected an object such as {{"text": "..."}}, found {shown}'
+                    )
                 yield DataRecord(value, path, which)
                 after = f" after {which}"
     except OSError as error:
@@ -401,7 +407,9 @@ def _value(value: Any, kind: Any) -> Any:
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_value(item, kind.value_type) for item in value]
     if isinstance(value, dict) and pyarrow.types.is_struct(kind):
-        return {part.name: _value(value[part.name], part.type) for part in kind if value[part.name] is not None}
+        return {
+            part.name: _value(value[part.name], part.type) for part in kind if value[part.name] is not None
+        }
     return parse_json(value) if isinstance(value, str) and isinstance(kind, pyarrow.JsonType) else value
 
 

@@ -62,7 +62,9 @@ def take_rows(batch: Mapping[str, BatchValue | None], start: int, stop: int) -> 
                     f"computed at once: give a list of {rows} tensors, one for each sequence (None for none)."
                 )
         elif len(value) != rows:
-            raise UserError(f"{name} is a list of {len(value)} for {rows} sequences: give one entry for each.")
+            raise UserError(
+                f"{name} is a list of {len(value)} for {rows} sequences: give one entry for each."
+            )
         elif entries := [entry for entry in value[start:stop] if entry is not None]:
             taken[name] = _joined(entries)
     return taken
@@ -73,6 +75,8 @@ def _joined(entries: Sequence[torch.Tensor]) -> torch.Tensor:
     sizes = [max(sizes) for sizes in zip(*(entry.shape[1:] for entry in entries), strict=True)]
     filled = []
     for entry in entries:
-        missing = [amount for size, now in zip(sizes, entry.shape[1:], strict=True) for amount in (size - now, 0)]
+        missing = [
+            amount for size, now in zip(sizes, entry.shape[1:], strict=True) for amount in (size - now, 0)
+        ]
         filled.append(pad(entry, missing[::-1]) if any(missing) else entry)
     return torch.cat(filled)

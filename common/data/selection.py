@@ -64,10 +64,16 @@ class Counts:
     trainable_tokens: int = 0
     skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
     digest: str = ""  # Hash of all rows in order: equal data have equal hashes, wherever they lie
-    name: str = ""  # Name of the file, which has a hash of all that it is made of: it may have taken another's
+    name: str = (
+        ""  # Name of the file, which has a hash of all that it is made of: it may have taken another's
+    )
     cut: Tally = field(default_factory=Tally)
-    left_out: Tally = field(default_factory=Tally)  # Records that are too long, or without an answer in the row
-    untrained: Tally = field(default_factory=Tally)  # Records without any answer to train on, however long the row
+    left_out: Tally = field(
+        default_factory=Tally
+    )  # Records that are too long, or without an answer in the row
+    untrained: Tally = field(
+        default_factory=Tally
+    )  # Records without any answer to train on, however long the row
     empty: Tally = field(default_factory=Tally)  # Records without text, or whose answer is empty
     unseen: Tally = field(default_factory=Tally)  # Records with text that the chat template leaves out
     endless: Tally = field(default_factory=Tally)  # Records with an answer that no special token ends
@@ -75,11 +81,15 @@ class Counts:
     alpaca: Tally = field(default_factory=Tally)  # Instructions that became Alpaca's text
     prompts: Tally = field(default_factory=Tally)  # Prompts that are texts, though there is a chat template
     unknown: Tally = field(default_factory=Tally)  # Records with text for which the tokenizer has no token
-    unwritten: Tally = field(default_factory=Tally)  # Records with characters that the tokenizer does not write
+    unwritten: Tally = field(
+        default_factory=Tally
+    )  # Records with characters that the tokenizer does not write
     characters: list[str] = field(default_factory=list)  # The first of these characters
     control: Tally = field(default_factory=Tally)  # Records whose texts hold names of control tokens
     controls: list[str] = field(default_factory=list)  # The first of these names
-    prompt_columns: list[str] = field(default_factory=lambda: ["prompt", "completion"])  # Columns that these come from
+    prompt_columns: list[str] = field(
+        default_factory=lambda: ["prompt", "completion"]
+    )  # Columns that these come from
     unread: dict[str, int] = field(default_factory=dict)  # How often there is what nothing reads, by its name
     stops: list[int] = field(default_factory=list)  # Tokens that end answers, at which generation has to stop
 
@@ -88,7 +98,9 @@ class Counts:
         """Read what was written as JSON."""
         values = json.loads(text)
         tallies = {
-            name: Tally(**value) for name, value in values.items() if isinstance(value, dict) and name != "unread"
+            name: Tally(**value)
+            for name, value in values.items()
+            if isinstance(value, dict) and name != "unread"
         }
         return cls(**(values | tallies))
 
@@ -208,15 +220,23 @@ class RecordSelection:
     evaluation, and every run on the same data, agree about it.
     """
 
-    columns: Mapping[str, str] = field(default_factory=dict)  # Names of the record shapes, and the files' columns
-    limit: int | None = None  # Number of records to take at most of each data set, from the first on; None: all
+    columns: Mapping[str, str] = field(
+        default_factory=dict
+    )  # Names of the record shapes, and the files' columns
+    limit: int | None = (
+        None  # Number of records to take at most of each data set, from the first on; None: all
+    )
     held_out: float = 0.0  # Part of the records that is held out for evaluation
     takes_held_out: bool = False  # Whether the part that is held out is taken, or all others
-    files_of_sets: tuple[int, ...] = ()  # Number of files of each data set, numbered separately; empty for one
+    files_of_sets: tuple[
+        int, ...
+    ] = ()  # Number of files of each data set, numbered separately; empty for one
 
     def read(self, files: Sequence[Path], position: ReadPosition | None = None) -> Iterator[DataRecord]:
         """Read what is taken of the records of ``files``; ``position`` follows how far they are read."""
-        if any(extension_of(file) == ".txt" for file in files) and (self.held_out or self.limit or self.columns):
+        if any(extension_of(file) == ".txt" for file in files) and (
+            self.held_out or self.limit or self.columns
+        ):
             raise UserError(
                 "A .txt file is one text without records: --eval-split, --max-records and --columns are for the other "
                 'formats. Give --eval-data for evaluation, or write the text as records, {"text": ...}.'
@@ -243,7 +263,9 @@ class RecordSelection:
         window = math.floor(number * part)
         first = math.ceil(window / part)
         end = math.ceil((window + 1) / part)
-        drawn = int.from_bytes(hashlib.blake2b(str(window).encode(), digest_size=8).digest(), "big") % (end - first)
+        drawn = int.from_bytes(hashlib.blake2b(str(window).encode(), digest_size=8).digest(), "big") % (
+            end - first
+        )
         return number == first + drawn
 
     def _renamed(self, record: DataRecord) -> DataRecord:
@@ -258,6 +280,10 @@ class RecordSelection:
         # Who names columns means their layout, though the record may have another that would win.
         layouts = [set(layout) for layout in LAYOUTS if not self.columns.keys().isdisjoint(layout)]
         others = {name for layout in LAYOUTS for name in layout} - set().union(*layouts) if layouts else set()
-        rest = {name: value for name, value in values.items() if name not in others | set(self.columns.values())}
+        rest = {
+            name: value for name, value in values.items() if name not in others | set(self.columns.values())
+        }
         replaced = (others | self.columns.keys()) & values.keys() - set(self.columns.values())
-        return record._replace(values={**rest, **taken}, replaced={name: values[name] for name in sorted(replaced)})
+        return record._replace(
+            values={**rest, **taken}, replaced={name: values[name] for name in sorted(replaced)}
+        )

@@ -49,7 +49,10 @@ def map_texts(message: Message, change: Callable[[str, str], str]) -> Message:
 def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]]}
+    return {
+        **message,
+        "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]],
+    }
 
 
 def leaves(value: Any, change: Callable[[str, str], str]) -> Any:
@@ -71,12 +74,18 @@ def joined(message: Message) -> Message:
 
 def _parted(message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    )
 
 
 def _arguments_as_text(function: dict[str, Any]) -> dict[str, Any]:
     given = function.get("arguments")
-    return {**function, "arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else function
+    return (
+        {**function, "arguments": json.dumps(given, ensure_ascii=False)}
+        if isinstance(given, dict)
+        else function
+    )
 
 
 def _arguments_parsed(function: dict[str, Any]) -> dict[str, Any]:

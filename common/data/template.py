@@ -34,7 +34,9 @@ _KINDS_KEPT = 4096  # Number of kinds of conversations whose form is remembered
 RENDERING_SECONDS = 10.0
 _RENDERING_MEMORY = 512 << 20
 _WRITTEN_FREELY = 1 << 20  # Characters that a template may write for any conversation
-_WRITTEN_PER_CHARACTER = 32  # Characters that it may write for each in the conversation, with its tools and documents
+_WRITTEN_PER_CHARACTER = (
+    32  # Characters that it may write for each in the conversation, with its tools and documents
+)
 
 AnswerKind = tuple[bool, str]  # Whether an answer calls tools, and the role that follows it
 _ANSWERS_CALLS = ("tool", "function", "ipython")  # Roles whose name is that of a tool
@@ -105,7 +107,9 @@ def _mark(name: Any) -> str:
 
 def _alike(left: str, right: str) -> int:
     """Return how many characters both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
 
 
 _REFUSED = (-2, "")  # All texts of a conversation that the template refuses
@@ -117,7 +121,9 @@ class Form:
 
     changes: list[Change]  # What messages are put through
     missing: list[tuple[int, str]]  # Messages and fields that do not appear; negative numbers are arguments
-    is_whole: bool  # Whether all texts appear in one rendering, not only in those that end with their own turn
+    is_whole: (
+        bool  # Whether all texts appear in one rendering, not only in those that end with their own turn
+    )
     marks_answers: bool  # Whether the template marks tokens of the assistant, and only of the assistant
     # Special token at which generation has to stop after an answer, where the template writes one
     stops: dict[AnswerKind, int] = field(default_factory=dict)
@@ -257,7 +263,9 @@ class ChatTemplate:
         contents = [message.get("content") for message in chat.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         if self._source is self._tokenizer and (other := [part for part in parts if part["type"] != "text"]):
-            raise UserError(f"{chat.where}: content has a part {str(other[0])[:80]}, and a tokenizer takes text only.")
+            raise UserError(
+                f"{chat.where}: content has a part {str(other[0])[:80]}, and a tokenizer takes text only."
+            )
         kind = replace(chat, messages=_marked(chat.messages))
         key = hashlib.blake2b(json.dumps([kind.messages, chat.options], default=str).encode()).digest()
         if key not in self._forms:
@@ -277,7 +285,9 @@ class ChatTemplate:
             if number >= 0:
                 message = chat.messages[number]
                 text = next((text for name, text in texts_of(message) if name == unseen), "")
-                unseen = f"{unseen!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
+                unseen = (
+                    f"{unseen!r} of turn {number + 1} ({message['role']}): {' '.join(text.split())[:60]!r}"
+                )
             raise UserError(
                 f"{chat.where}: the chat template leaves out {unseen}. Use the tokenizer of a model whose template "
                 "shows it, take it out of the data, or leave out such records with --drop-unseen."
@@ -336,7 +346,9 @@ class ChatTemplate:
         if ending := next((name for name in self._special if alone.endswith(name)), None):
             return self._special[ending]
         between = self._between(messages, kind, options)
-        if places := [(between.index(name), token) for name, token in self._special.items() if name in between]:
+        if places := [
+            (between.index(name), token) for name, token in self._special.items() if name in between
+        ]:
             return min(places, key=lambda place: place[0])[1]
         return next((token for name, token in self._added.items() if alone.endswith(name)), None)
 
@@ -346,7 +358,10 @@ class ChatTemplate:
         following = {"role": role, "content": _OTHER}
         if role == "tool":
             call = messages[-1]["tool_calls"][0] if calls else {}
-            following |= {"name": call.get("function", {}).get("name", ""), "tool_call_id": call.get("id", "")}
+            following |= {
+                "name": call.get("function", {}).get("name", ""),
+                "tool_call_id": call.get("id", ""),
+            }
         texts = texts_of(messages[-1])
         written = self._text([*messages, following], options)
         if written is None or not texts:
@@ -361,7 +376,9 @@ class ChatTemplate:
             self._rendered_text = text
         return text
 
-    def _whole_text(self, messages: list[Message], options: dict[str, Any], *, ask: bool = False) -> str | None:
+    def _whole_text(
+        self, messages: list[Message], options: dict[str, Any], *, ask: bool = False
+    ) -> str | None:
         try:
             return self._written(messages, options, ask)
         except Exception:  # templates raise any exception
@@ -369,7 +386,9 @@ class ChatTemplate:
 
     def _written(self, messages: list[Message], options: dict[str, Any], ask: bool) -> str:
         with limited(RENDERING_SECONDS, _RENDERING_MEMORY):  # processors compile it before they render it
-            text = self._source.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
+            text = self._source.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=ask, **options
+            )
         _check_length(len(text), (messages, options))
         return str(text)
 
@@ -382,7 +401,13 @@ class ChatTemplate:
         plain, answered, continued = (
             self._whole_text(chat, {}) for chat in ([user], [user, answer], [user, answer, user])
         )
-        if plain is None or plain != asked or answered is None or continued is None or continued.startswith(answered):
+        if (
+            plain is None
+            or plain != asked
+            or answered is None
+            or continued is None
+            or continued.startswith(answered)
+        ):
             return ""
         end, following = (text.rpartition(_OTHER)[2] for text in (answered, continued))
         shared = _alike(end, following)
@@ -399,11 +424,15 @@ class ChatTemplate:
 
         What the assistant thought may be there only until other turns follow.
         """
-        texts = [(number, *text) for number, message in enumerate(chat.messages) for text in texts_of(message)]
+        texts = [
+            (number, *text) for number, message in enumerate(chat.messages) for text in texts_of(message)
+        ]
         whole = self._text(chat.messages, chat.options)
         if whole is None:
             return [(number, name) for number, name, _ in texts] + [_REFUSED], False
-        garbled = [number for number, message in enumerate(chat.messages) if _is_garbled(message, whole, is_kind)]
+        garbled = [
+            number for number, message in enumerate(chat.messages) if _is_garbled(message, whole, is_kind)
+        ]
         missing = [(number, "content or tool_calls") for number in garbled]
         late = [(number, name, text) for number, name, text in texts if not _appears(text, whole)]
         for number, name, text in late:
@@ -416,7 +445,9 @@ class ChatTemplate:
     def _left_out(self, chat: Chat) -> Iterator[str]:
         """Yield what the template leaves out of turns and tools that it shows: names, and parameters' descriptions."""
         written = self._text(chat.messages, chat.options) or ""
-        names = [turn["name"] for turn in chat.messages if turn["role"] not in _ANSWERS_CALLS and turn.get("name")]
+        names = [
+            turn["name"] for turn in chat.messages if turn["role"] not in _ANSWERS_CALLS and turn.get("name")
+        ]
         if any(name not in written for name in names):
             yield "'name' of turns"
         if not all(_appears(text, written) for text in _descriptions(chat.options.get("tools", []))):
@@ -438,7 +469,9 @@ class ChatTemplate:
 
     def _lost(self, chat: Chat, name: str, written: str | None) -> Iterator[str]:
         """Yield texts of tools or documents, and names of tools' parameters, that are not ``written``."""
-        yield from (text for text in _described(chat.options[name]) if written and not _appears(text, written))
+        yield from (
+            text for text in _described(chat.options[name]) if written and not _appears(text, written)
+        )
         names: set[str] = set()
         marked = {**chat.options, name: _with_marked_parameters(chat.options[name], names)}
         text = self._text(chat.messages, marked) if names else None
@@ -459,7 +492,9 @@ class ChatTemplate:
             ids, marked = self.render_marked(chat.messages, chat.options)
         except Exception:  # a template that refuses this; rendering it says why
             return False
-        trained = str(self._tokenizer.decode([token for token, mark in zip(ids, marked or (), strict=True) if mark]))
+        trained = str(
+            self._tokenizer.decode([token for token, mark in zip(ids, marked or (), strict=True) if mark])
+        )
         others = [message for message in chat.messages if message["role"] != "assistant"]
         return not any(text in trained for message in others for _, text in texts_of(message))
 
@@ -484,7 +519,10 @@ def _marked(messages: list[Message]) -> list[Message]:
         return names.setdefault(text, f"qz{number}zq") if field == "tool_calls" else f"qz{number}zq"
 
     marked = [map_texts(message, mark) for message in messages]
-    return [{**turn, "name": mark("tool_calls", str(turn["name"]))} if turn.get("name") else turn for turn in marked]
+    return [
+        {**turn, "name": mark("tool_calls", str(turn["name"]))} if turn.get("name") else turn
+        for turn in marked
+    ]
 
 
 def _changed(messages: list[Message], changes: list[Change]) -> list[Message]:
@@ -504,11 +542,15 @@ def _appears(text: str, written: str) -> bool:
 def _is_garbled(message: Message, written: str, is_kind: bool) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    shown = (text for part in parts for text in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False)))
+    shown = (
+        text for part in parts for text in (str(part), json.dumps(part), json.dumps(part, ensure_ascii=False))
+    )
     if any(text in written for text in shown):
         return True
     arguments = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
     texts = [text for text in arguments if isinstance(text, str) and isinstance(parsed(text), dict)]
     # Of a kind of conversation only: a real text, of a tool say, may well be what Python writes.
     as_python = [str(value) for value in arguments if is_kind and value and isinstance(value, dict)]
-    return any(text in written for text in (*(json.dumps(text, ensure_ascii=False) for text in texts), *as_python))
+    return any(
+        text in written for text in (*(json.dumps(text, ensure_ascii=False) for text in texts), *as_python)
+    )

@@ -45,7 +45,9 @@ def noted(records: Iterable[DataRecord], counts: Counts, kind: ItemKind | None) 
                         raise UserError(f"{record.where} has {name!r}{inside}, which is not read here: {why}")
                     counts.add_unread(f"{name[:40]!r}{inside}")
                 elif name in _TURNS:
-                    for key in _keys_of_parts(parsed(value) if name in WHOLE and isinstance(value, str) else value):
+                    for key in _keys_of_parts(
+                        parsed(value) if name in WHOLE and isinstance(value, str) else value
+                    ):
                         counts.add_unread(f"{key[:40]!r} of parts")
         for name, value in record.replaced.items():
             if value not in _NOTHING:

@@ -14,7 +14,19 @@ UNKNOWN_ENDURANCE = (
 )
 IN_MEMORY = ("tmpfs", "ramfs")
 # Names of file systems, without a leading `fuse.`.
-OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "9p", "glusterfs", "beegfs", "gpfs")
+OVER_A_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "lustre",
+    "ceph",
+    "9p",
+    "glusterfs",
+    "beegfs",
+    "gpfs",
+)
 # Words in the models of drives that hypervisors and clouds offer.
 _VIRTUAL = ("virtual", "qemu", "vbox", "vmware", "msft", "persistentdisk", "elastic block", "xen")
 
@@ -24,7 +36,9 @@ class Drive:
     """The drive behind a directory."""
 
     directory: Path
-    file_system: str  # Kind of file system: `ext4`, `xfs`, `tmpfs`, `nfs4`, ...; empty where the kernel does not tell
+    file_system: (
+        str  # Kind of file system: `ext4`, `xfs`, `tmpfs`, `nfs4`, ...; empty where the kernel does not tell
+    )
     device: str | None  # Name of the whole drive: `nvme0n1`. None where there is none, or several behind one.
     model: str | None  # Model, as the drive reports it
     is_rotational: bool

@@ -155,7 +155,9 @@ def pick_gpu(spec: str) -> Gpu | None:
         if str(gpu.index) == spec if re.fullmatch(r"\d{1,2}", spec) else _matches(spec, gpu):
             return gpu
     if not gpus:
-        raise UserError(f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU.")
+        raise UserError(
+            f"--gpu {spec}: no NVIDIA GPU was found on this machine. Use --gpu cpu to train on the CPU."
+        )
     there = ", ".join(f"{gpu.index}: {gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus)
     raise UserError(
         f"--gpu {spec} is not a GPU of this machine ({there}). Give an index or part of a name, or use --gpu cpu."
@@ -176,5 +178,7 @@ def torch_name(gpu: Gpu | None) -> str:
 def describe_machine() -> str:
     """Describe the machine: ``4 processors, 23.5 GiB of memory (22.9 GiB available), no NVIDIA GPU``."""
     gpus = [f"{gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in list_gpus()] or ["no NVIDIA GPU"]
-    memory = f"{format_bytes(memory_limit_bytes())} of memory ({format_bytes(memory_available_bytes())} available)"
+    memory = (
+        f"{format_bytes(memory_limit_bytes())} of memory ({format_bytes(memory_available_bytes())} available)"
+    )
     return ", ".join([f"{cpu_count()} processors", memory, *gpus])

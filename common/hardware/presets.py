@@ -36,8 +36,12 @@ class GpuPreset:
     title: str  # The driver's name for it: `NVIDIA GeForce RTX 4090`
     memory_bytes: int  # Bytes of all its memory
     link_bytes_per_second: float  # Rate of its PCI Express lanes, in each direction
-    upload_bytes_per_second: float  # Rate of copies from page-locked host memory, while nothing goes the other way
-    download_bytes_per_second: float  # Rate of copies to page-locked host memory, while nothing goes the other way
+    upload_bytes_per_second: (
+        float  # Rate of copies from page-locked host memory, while nothing goes the other way
+    )
+    download_bytes_per_second: (
+        float  # Rate of copies to page-locked host memory, while nothing goes the other way
+    )
     bf16_flops_per_second: float  # Peak of dense bf16 matrix products with fp32 accumulation
     compute: ComputeRates  # Rates of products, attention, and memory
     like: str | None  # Name of the preset of whose peak these are the same parts; None if they are this GPU's
@@ -104,7 +108,11 @@ Preset = TypeVar("Preset", GpuPreset, DrivePreset)
 
 def gpu_preset(name: str) -> GpuPreset:
     """Return the GPU called ``name`` (``rtx-4090``, ``4090``, ``A100``, the driver's name), or of a ``.toml`` file."""
-    return _read_file(name, GpuPreset) if name.endswith(".toml") else _find("GPU", name, _presets("gpus", GpuPreset))
+    return (
+        _read_file(name, GpuPreset)
+        if name.endswith(".toml")
+        else _find("GPU", name, _presets("gpus", GpuPreset))
+    )
 
 
 def drive_preset(name: str) -> DrivePreset:
@@ -165,7 +173,9 @@ def _find(kind: str, name: str, presets: dict[str, Preset]) -> Preset:
     if len(matches) == 1:
         return presets[matches[0]]
     if matches:
-        raise UserError(f"{name!r} matches several {kind} presets: {', '.join(sorted(matches))}. Name one of them.")
+        raise UserError(
+            f"{name!r} matches several {kind} presets: {', '.join(sorted(matches))}. Name one of them."
+        )
     hint = did_you_mean(name.lower(), presets) or f" There are {', '.join(sorted(presets))}."
     raise UserError(f"{name!r} is not a {kind} preset.{hint}")
 

@@ -45,7 +45,9 @@ class ControlGroup:
     def memory_in_use(self) -> int:
         """Return the bytes charged to this group, less the page cache that the kernel takes back on demand."""
         usage = self._number("memory.current" if self.version == 2 else "memory.usage_in_bytes") or 0
-        inactive = self._table("memory.stat").get("inactive_file" if self.version == 2 else "total_inactive_file", 0)
+        inactive = self._table("memory.stat").get(
+            "inactive_file" if self.version == 2 else "total_inactive_file", 0
+        )
         return max(0, usage - inactive)
 
     def processors(self) -> float | None:

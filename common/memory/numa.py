@@ -71,7 +71,9 @@ def cores_for(
     together = sorted({tuple(sorted(_siblings(core, system) & cores)) for core in cores})
     position = list(nodes[:index]).count(node)
     sharers = list(nodes).count(node)
-    mine = together[len(together) * position // sharers : len(together) * (position + 1) // sharers] or together
+    mine = (
+        together[len(together) * position // sharers : len(together) * (position + 1) // sharers] or together
+    )
     return tuple(sorted(core for siblings in mine for core in siblings)) or None
 
 

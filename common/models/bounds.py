@@ -46,7 +46,9 @@ def check_counts(fields: Any, name: str) -> None:
     if not isinstance(fields, dict):
         return
     for field, value in fields.items():
-        numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
+        numbers = [
+            number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)
+        ]
         for pattern, most in _COUNTS:
             if numbers and max(numbers) > most and pattern.search(field) and not _NO_COUNTS.search(field):
                 raise UserError(

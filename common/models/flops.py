@@ -60,15 +60,23 @@ def visited_shares(model: PreTrainedModel) -> dict[str, float]:
     shape, ``[experts, rows, columns]``. Adapters of experts are theirs. Shared experts count whole, as routers do.
     """
     config = model.config.get_text_config()
-    experts = first_number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
-    visited = first_number(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k") or experts
+    experts = (
+        first_number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
+    )
+    visited = (
+        first_number(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+        or experts
+    )
     if visited >= experts:
         return {}
     fused = [
         path
         for path, module in model.named_modules()
         if not isinstance(module, nn.Conv1d)
-        and any(parameter.ndim == 3 and parameter.shape[0] == experts for parameter in module.parameters(recurse=False))
+        and any(
+            parameter.ndim == 3 and parameter.shape[0] == experts
+            for parameter in module.parameters(recurse=False)
+        )
     ]
     # An adapter of fused parameters wraps their module: all that the wrapper holds is the experts'.
     inside = tuple(f"{path.partition('.base_layer')[0]}." for path in fused)

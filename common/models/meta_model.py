@@ -45,7 +45,9 @@ def build_meta_model(
     except UserError:
         raise
     except Exception as error:  # anything: each family checks its own fields in its own way
-        raise UserError(f"transformers cannot build this {config.model_type!r} configuration: {error}") from error
+        raise UserError(
+            f"transformers cannot build this {config.model_type!r} configuration: {error}"
+        ) from error
     model.tie_weights()  # transformers 5.0 does not do it on the meta device
     widen_kept(model)
     _fill_buffers(model)
@@ -98,4 +100,6 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 def unset_buffers(model: PreTrainedModel) -> list[str]:
     """Return the names of buffers that have no values yet: only a checkpoint has them."""
-    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
+    return [
+        name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()
+    ]

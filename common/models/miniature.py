@@ -31,7 +31,9 @@ HEAD_COUNTS = (
 )  # fmt: skip
 HEAD_COUNT = re.compile(r"(^|_)heads$|_heads_|^n_heads?$|^n_head$|query_groups$")
 INDEX_HEADS = re.compile(r"^index_n_heads$")
-HEAD_DIM_NAME = re.compile(r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$")
+HEAD_DIM_NAME = re.compile(
+    r"head_?dim$|head_size$|^d_head$|^d_kv$|^dim_head$|kv_channels$|d_head$|^rotary_dim$"
+)
 VOCABULARY_SIZE = re.compile(r"vocab_size|^vocab_offset$")
 TOKEN_ID = re.compile(r"_(id|ids|idx|index)$")
 NOT_A_COUNT = re.compile(r"size|dim|period|offset|interval|layer|group|per_tok")
@@ -41,7 +43,9 @@ TOKEN_COUNT = re.compile(
     r"window(?!_layers|_pattern)|chunk|local_attention|local_attn|block_size|rel_extent|index_topk|index_block|floor_scale"
     r"|n_floor|local_blocks"
 )
-POSITIONS = re.compile(r"position|max_seq|context_length|n_ctx|max_length|max_(source|target)|seq_length|max_distance")
+POSITIONS = re.compile(
+    r"position|max_seq|context_length|n_ctx|max_length|max_(source|target)|seq_length|max_distance"
+)
 FROM_FRONT = re.compile(r"^first_k_|num_dense_layers|max_window_layers|layer_start_index|num_hash_layers")
 FROM_BACK = re.compile(r"kv_shared_layers$")
 PERIOD = re.compile(
@@ -49,7 +53,14 @@ PERIOD = re.compile(
 )
 OFFSET = re.compile(r"layer_offset$")
 TOWER = re.compile("vision|audio|siglip|vit|clip|encodec|t5")
-ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "partial_rotary_factor")
+ROTARY = (
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "rotary_dim",
+    "rotary_pct",
+    "partial_rotary_factor",
+)
 PIXELS = re.compile(r"kernel|sampl|num_mel|stride|tile|crop|bins|buckets|buffer|codebook")
 STATE = re.compile(r"d_state$|state_size$|_rank$|lora_rank|dt_rank")
 # The last: beyond it, xLSTM evaluates chunk by chunk, and calls its blocks many times, which are not trained like that.
@@ -83,7 +94,9 @@ class KeptLayers:
         chosen: set[int] = set()
         distinct = list(dict.fromkeys(kinds))
         if len(distinct) > _MOST_KINDS:  # sizes that differ from layer to layer
-            distinct = [distinct[round(at * (len(distinct) - 1) / (_MOST_KINDS - 1))] for at in range(_MOST_KINDS)]
+            distinct = [
+                distinct[round(at * (len(distinct) - 1) / (_MOST_KINDS - 1))] for at in range(_MOST_KINDS)
+            ]
         for kind in distinct:
             positions = [index for index, other in enumerate(kinds) if other == kind]
             chosen |= {positions[0], positions[-1]}
@@ -214,7 +227,9 @@ class _Shrunk:
                 return
         width = self.width or 1024
         heads = self.heads or 8
-        explicit = self._first(("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"))
+        explicit = self._first(
+            ("head_dim", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "d_kv")
+        )
         self.head_dim = explicit or max(1, width // heads)
         # A tower is smaller than the language model that it belongs to, as it is when both are large.
         tower = outer is not None and bool(TOWER.search(str(self._fields.get("model_type"))))
@@ -223,7 +238,9 @@ class _Shrunk:
         rotary = min([1.0, *_fractions(self._fields)])
         small = _HEAD_DIM // 2 if tower else _HEAD_DIM
         if outer is not None and not tower:  # parts whose widths go together keep their ratios
-            small = max(_HEAD_DIM // 2, min(2 * _HEAD_DIM, self.head_dim * outer.small_head_dim // outer.head_dim))
+            small = max(
+                _HEAD_DIM // 2, min(2 * _HEAD_DIM, self.head_dim * outer.small_head_dim // outer.head_dim)
+            )
         while small * rotary < _LEAST_ROTATED and small < self.head_dim:
             small *= 2
         self.small_head_dim = min(self.head_dim, small)
@@ -234,7 +251,10 @@ class _Shrunk:
             self.small_width = product
         else:
             self.small_width = min(
-                width, max(8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8)))
+                width,
+                max(
+                    8 * self.small_heads, min(128, _to_multiple(width * product / (heads * self.head_dim), 8))
+                ),
             )
 
     def _narrow(self, value: int) -> int:
@@ -266,7 +286,10 @@ class _Shrunk:
 
     def _size_of_heads(self, name: str) -> int | None:
         stem = name.removeprefix("num_").removesuffix("s")
-        names = [f"{stem.removesuffix('_head')}_head_dim", name.replace("num_", "").replace("heads", "head_dim")]
+        names = [
+            f"{stem.removesuffix('_head')}_head_dim",
+            name.replace("num_", "").replace("heads", "head_dim"),
+        ]
         names += [name.replace("n_heads", "d_head"), name.replace("num_heads", "head_dim")]
         names += ["mamba_headdim"] if "mamba" in name else []
         sizes = [int(self._fields[other]) for other in names if isinstance(self._fields.get(other), int)]
@@ -288,7 +311,10 @@ class _Shrunk:
         if name.startswith("rope"):
             return {key: self._shrink_rotary(key, item) for key, item in value.items()}
         if name.endswith("rates"):
-            return {key: min(item, 4 if item > 4 else 2) if type(item) is int else item for key, item in value.items()}
+            return {
+                key: min(item, 4 if item > 4 else 2) if type(item) is int else item
+                for key, item in value.items()
+            }
         nested = getattr(self._config, name, None)
         return _Shrunk(value, nested if isinstance(nested, PreTrainedConfig) else None, self).result
 
@@ -350,7 +376,10 @@ class _Shrunk:
             (re.compile(r"zero_expert"), at_most(2)),
             (STATE, lambda _, value: min(value, 24 if value > 512 or value <= 24 else 16)),
             # Of few heads, all scores are often 0 together, and which tokens of a tie are chosen is arbitrary.
-            (INDEX_HEADS, lambda name, value: min(value, 16) if value >= 16 else self._few_heads(name, value)),
+            (
+                INDEX_HEADS,
+                lambda name, value: min(value, 16) if value >= 16 else self._few_heads(name, value),
+            ),
             (HEAD_COUNT, self._few_heads),
             (HEAD_DIM_NAME, lambda _, value: self._thin(value)),
             (re.compile(rf"^(?!.*({NOT_A_COUNT.pattern})).*expert"), at_most(experts)),
@@ -373,7 +402,9 @@ def _fractions(fields: dict[str, Any]) -> list[float]:
     for name, value in fields.items():
         if isinstance(value, dict):
             fractions += _fractions(value) if name.startswith("rope") or name.endswith("attention") else []
-        elif name in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction") and isinstance(value, float | int):
+        elif name in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction") and isinstance(
+            value, float | int
+        ):
             fractions.append(float(value))
         elif name == "mrope_section" and isinstance(value, list):
             fractions.append(0.5)  # so that every section has room

@@ -8,7 +8,9 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.hub import is_hub_name, is_in_cache, may_download
 
-GGUF_TABLE = "gguf.json"  # In a directory that describes a GGUF file (:mod:`common.models.checkpoint.gguf_table`)
+GGUF_TABLE = (
+    "gguf.json"  # In a directory that describes a GGUF file (:mod:`common.models.checkpoint.gguf_table`)
+)
 
 
 def check_model(name: str) -> None:
@@ -51,7 +53,9 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.suffix == ".gguf" and path.is_file():
         return path
-    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / GGUF_TABLE).is_file():  # it describes a file
+    if (
+        not path.is_dir() or any(path.glob("*.safetensors")) or (path / GGUF_TABLE).is_file()
+    ):  # it describes a file
         return None
     files = sorted(path.glob("*.gguf"))
     if files and files == gguf_parts(files[0]):
@@ -70,7 +74,9 @@ def gguf_parts(file: Path) -> list[Path]:
     match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", file.name)
     if match is None:
         return [file]
-    parts = [file.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, int(match[2]) + 1)]
+    parts = [
+        file.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, int(match[2]) + 1)
+    ]
     missing = next((part for part in parts if not part.is_file()), None)
     if missing is not None:
         raise UserError(f"{missing} is missing, which {file.name} is a part of the same model with.")
@@ -112,6 +118,8 @@ def _not_found(name: str, directory: Path, presets: list[str]) -> str:
 
 
 def _nearest_directory(path: Path) -> str:
-    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    siblings = (
+        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    )
     near = did_you_mean(path.name, siblings)
     return f"{near[:-1]} in {path.parent}?" if near else ""

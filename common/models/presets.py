@@ -55,8 +55,15 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         try:
             _refuse_unsupported(config, name)
             accept_config(config, name, has_weights=True)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:  # of fields that transformers lets pass
-            raise UserError(f"{directory / 'config.json'} cannot be understood: {on_one_line(error)}") from error
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            LookupError,
+        ) as error:  # of fields that transformers lets pass
+            raise UserError(
+                f"{directory / 'config.json'} cannot be understood: {on_one_line(error)}"
+            ) from error
         return config, directory
     presets = preset_files("models")
     if name in presets:
@@ -83,12 +90,16 @@ def hub_snapshot(name: str) -> Path:
 
 def _check_files(directory: Path) -> None:
     """Reject files of a checkpoint that would be read without end, or into more memory than any of them needs."""
-    for path in sorted({path for pattern in (*_WANTED_FILES, *_SMALL_FILES) for path in directory.glob(pattern)}):
+    for path in sorted(
+        {path for pattern in (*_WANTED_FILES, *_SMALL_FILES) for path in directory.glob(pattern)}
+    ):
         try:
             if not path.is_dir():
                 check_regular(path)
             if path.stat().st_size > FILE_BYTES and any(path.match(pattern) for pattern in _SMALL_FILES):
-                raise UserError(f"{path} has {path.stat().st_size:,} bytes; such files have at most {FILE_BYTES:,}.")
+                raise UserError(
+                    f"{path} has {path.stat().st_size:,} bytes; such files have at most {FILE_BYTES:,}."
+                )
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -130,7 +141,9 @@ def _check_rope(fields: dict[str, Any], config: PreTrainedConfig, file: Path) ->
             *(part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)),
         ]
         for name in ("rope_theta", "partial_rotary_factor", *(["factor"] if len(written) > 2 else [])):
-            for number in [source[name] for source in written if source.get(name) is not None and name in rope]:
+            for number in [
+                source[name] for source in written if source.get(name) is not None and name in rope
+            ]:
                 if number != rope[name]:
                     raise UserError(
                         f"{file} says {name} = {number}, and transformers reads {rope[name]}: rope_parameters is "

@@ -12,7 +12,9 @@ from common.errors import UserError
 
 def layer_configs(config: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
     """Return the configuration of each layer, in order: in some families layers differ (Gemma 4: heads' widths)."""
-    return getattr(config, "per_layer_config", None) or [config] * (getattr(config, "num_hidden_layers", None) or 1)
+    return getattr(config, "per_layer_config", None) or [config] * (
+        getattr(config, "num_hidden_layers", None) or 1
+    )
 
 
 def first_number(config: PreTrainedConfig, *names: str) -> int | None:
@@ -29,7 +31,9 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """
     prefix, language = language_model(model)
     lists = [
-        (name, module) for name, module in language.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)
+        (name, module)
+        for name, module in language.named_modules(prefix=prefix)
+        if isinstance(module, nn.ModuleList)
     ]
     # max keeps the first of equals, and named_modules goes from the outside in: experts never win over their block.
     name, blocks = max(lists, key=lambda item: _count(item[1]), default=("", nn.ModuleList()))
@@ -94,7 +98,9 @@ def fp32_parameters(model: PreTrainedModel) -> list[str]:
     """
     built_fp32 = torch.float32 if model.dtype != torch.float32 else None
     return [
-        name for name, parameter in model.named_parameters() if parameter.dtype == built_fp32 or keeps_fp32(model, name)
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dtype == built_fp32 or keeps_fp32(model, name)
     ]
 
 
@@ -109,7 +115,11 @@ def _count(module: nn.Module) -> int:
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    modules = [
+        module
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    ]
     tied = len(modules) == 2 and modules[0].weight is modules[1].weight
     return modules[:1] if tied else modules
 

@@ -35,8 +35,14 @@ class TaskType(Enum):
 _TASKS: dict[TaskType, tuple[str, Any]] = {
     TaskType.CAUSAL_LM: ("AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING),
     TaskType.IMAGE_TEXT_TO_TEXT: ("AutoModelForImageTextToText", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-    TaskType.SEQUENCE_CLASSIFICATION: ("AutoModelForSequenceClassification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
-    TaskType.TOKEN_CLASSIFICATION: ("AutoModelForTokenClassification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
+    TaskType.SEQUENCE_CLASSIFICATION: (
+        "AutoModelForSequenceClassification",
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    ),
+    TaskType.TOKEN_CLASSIFICATION: (
+        "AutoModelForTokenClassification",
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    ),
 }
 
 
@@ -121,4 +127,6 @@ def _named(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def _lost_head(config: PreTrainedConfig) -> str | None:
     names = [name for name in getattr(config, "architectures", None) or () if "For" in name]
     kinds = ((name, getattr(transformers, name, None)) for name in names)
-    return next((name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)), None)
+    return next(
+        (name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)), None
+    )

@@ -54,7 +54,9 @@ def tower_parameters(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
     inside |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
     inputs = {id(parameter) for parameter in model.base_model.parameters()}  # next to it, there are heads
-    return [name for name, value in model.named_parameters() if id(value) not in inside and id(value) in inputs]
+    return [
+        name for name, value in model.named_parameters() if id(value) not in inside and id(value) in inputs
+    ]
 
 
 def projector_parameters(model: PreTrainedModel) -> list[str]:
@@ -63,7 +65,8 @@ def projector_parameters(model: PreTrainedModel) -> list[str]:
     towers = tuple(
         f"{prefix}."
         for prefix, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and not f"{language}.".startswith(f"{prefix}." if prefix else "")
+        if isinstance(module, PreTrainedModel)
+        and not f"{language}.".startswith(f"{prefix}." if prefix else "")
     )
     return [name for name in tower_parameters(model) if "merger" in name or not name.startswith(towers)]
 
@@ -73,7 +76,9 @@ class ImageMemory:
     """Numbers of elements (not bytes) per token of a micro-batch, if all of its tokens belong to images."""
 
     working: int = 0  # Elements while the embedding runs, forward or backward
-    passed: int = 0  # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
+    passed: int = (
+        0  # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
+    )
 
 
 NO_IMAGES = ImageMemory()
@@ -102,7 +107,9 @@ def image_memory(model: PreTrainedModel) -> ImageMemory:
         patches = _patches_per_token(model.config, tower)
         merged = patches * hidden + _WIDTHS * text.hidden_size  # a projector's input and what it makes of it
         working = max(working, layers * patches * (_HIDDEN_SIZES * hidden + _WIDTHS * width) + merged)
-        passed = max(passed, 2 * len(getattr(tower, "deepstack_visual_indexes", None) or ()) * text.hidden_size)
+        passed = max(
+            passed, 2 * len(getattr(tower, "deepstack_visual_indexes", None) or ()) * text.hidden_size
+        )
     return ImageMemory(working, passed)
 
 

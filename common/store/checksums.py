@@ -77,10 +77,14 @@ def _device_hashes(pages: "torch.Tensor") -> npt.NDArray[np.uint64]:
     return torch.cat(hashes).numpy().view(np.uint64) if hashes else np.zeros(0, np.uint64)
 
 
-_DEVICE_PAGES = 256  # Pages whose words are multiplied at once: they take as many bytes again of the device's memory
+_DEVICE_PAGES = (
+    256  # Pages whose words are multiplied at once: they take as many bytes again of the device's memory
+)
 
 
-PartSums = npt.NDArray[np.uint64]  # `[parts, directories]`: the checksum of each part of an extent in each directory
+PartSums = npt.NDArray[
+    np.uint64
+]  # `[parts, directories]`: the checksum of each part of an extent in each directory
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,19 @@ class ExtentChecksums:
             offset: of the first in the file.
             start: of the first in the extent.
         """
-        self._add(directory, offset, start, len(data), lambda done, nbytes, page: checksum(data[done:][:nbytes], page))
+        self._add(
+            directory,
+            offset,
+            start,
+            len(data),
+            lambda done, nbytes, page: checksum(data[done:][:nbytes], page),
+        )
 
     def add_zeros(self, directory: int, offset: int, start: int, nbytes: int) -> None:
         """Add bytes as :meth:`add` does, which are zeros."""
-        self._add(directory, offset, start, nbytes, lambda done, nbytes, page: checksum_of_zeros(page, nbytes))
+        self._add(
+            directory, offset, start, nbytes, lambda done, nbytes, page: checksum_of_zeros(page, nbytes)
+        )
 
     def _add(
         self, directory: int, offset: int, start: int, count: int, checksum_of: Callable[[int, int, int], int]

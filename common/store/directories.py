@@ -37,7 +37,9 @@ class Identity:
     count: int  # Number of directories of the store
     complete: bool  # Whether the store was created completely; else it holds nothing of value
     layout: Layout  # Place of every extent
-    replaces: str = ""  # Names of the stores that this one replaces, or has replaced, with spaces between them
+    replaces: str = (
+        ""  # Names of the stores that this one replaces, or has replaced, with spaces between them
+    )
 
     def write(self, directory: Path) -> None:
         """Write the identity into ``directory``, atomically."""
@@ -116,9 +118,13 @@ def find_directories(directories: Sequence[Path], writes: bool = True) -> tuple[
                     f"{path} holds no run to continue, as {', '.join(map(str, others))} does. If its drive is not "
                     "mounted, mount it; else correct --ssd."
                 )
-            raise UserError(f"{path} holds no run to continue. Check --ssd, or leave out --resume to begin a new run.")
+            raise UserError(
+                f"{path} holds no run to continue. Check --ssd, or leave out --resume to begin a new run."
+            )
         if not identity.complete:
-            raise UserError(f"The store in {path} was never finished: begin a new run there, without --resume.")
+            raise UserError(
+                f"The store in {path} was never finished: begin a new run there, without --resume."
+            )
         identities[path] = identity
 
     by_index: dict[int, Path] = {}
@@ -140,8 +146,12 @@ def find_directories(directories: Sequence[Path], writes: bool = True) -> tuple[
             "--overwrite, or from a copy."
         )
     ordered = [by_index[index] for index in range(first.count)]
-    lost = [path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()]
-    if lost and not any((path / MANIFEST_FILE).exists() for path in ordered):  # the order in which `remove` works
+    lost = [
+        path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()
+    ]
+    if lost and not any(
+        (path / MANIFEST_FILE).exists() for path in ordered
+    ):  # the order in which `remove` works
         raise UserError(
             f"What is in {lost[0].parent} is no longer a run: it has moved, or its removal was interrupted, or it was "
             "never finished. Name the drives that it has moved to with --ssd, or begin a new run with --overwrite."
@@ -172,7 +182,11 @@ def _refuse_links(file: Path) -> None:
     status = file.lstat()
     name = shlex.quote(str(file))
     if stat.S_ISLNK(status.st_mode) or status.st_nlink > 1:
-        how = f"a link to {file.resolve()}" if stat.S_ISLNK(status.st_mode) else "linked elsewhere (as by cp -l)"
+        how = (
+            f"a link to {file.resolve()}"
+            if stat.S_ISLNK(status.st_mode)
+            else "linked elsewhere (as by cp -l)"
+        )
         raise UserError(
             f"{file} is {how}, so to continue here would change that run, too. Give this run a file that is not: "
             f"cp {name} {name}.new && mv {name}.new {name}. Then enter the command again."
@@ -208,7 +222,9 @@ def usable_directories(directories: Sequence[Path], writable: bool = True) -> li
         try:
             status = path.stat()
         except FileNotFoundError:
-            raise UserError(f"There is no directory {path}. Make it (mkdir -p {path}) or correct --ssd.") from None
+            raise UserError(
+                f"There is no directory {path}. Make it (mkdir -p {path}) or correct --ssd."
+            ) from None
         except OSError as error:
             raise UserError(f"{path} cannot be used: {error.strerror}. Correct --ssd.") from None
         if not path.is_dir():
@@ -217,7 +233,11 @@ def usable_directories(directories: Sequence[Path], writable: bool = True) -> li
             raise UserError(f"{path} is not writable. Change its owner or mode, or choose another directory.")
         key = status.st_dev, status.st_ino
         if key in seen:
-            both = f"{path} is given twice" if seen[key] == path else f"{path} and {seen[key]} are the same directory"
+            both = (
+                f"{path} is given twice"
+                if seen[key] == path
+                else f"{path} and {seen[key]} are the same directory"
+            )
             raise UserError(f"{both}. Give each drive once.")
         seen[key] = path
     return list(seen.values())
@@ -226,7 +246,9 @@ def usable_directories(directories: Sequence[Path], writable: bool = True) -> li
 def _replaceable_files(directory: Path, layout: Layout, overwrite: bool) -> list[Path]:
     identity = Identity.read(directory)
     if identity is not None and identity.complete and not overwrite:
-        raise UserError(f"{directory} holds a run already: add --resume to continue it or --overwrite to replace it.")
+        raise UserError(
+            f"{directory} holds a run already: add --resume to continue it or --overwrite to replace it."
+        )
     ours = [directory / name for name in identity.layout.file_bytes()] if identity else []
     for name in [*layout.file_bytes(), *([] if identity else [MANIFEST_FILE])]:
         if (directory / name) not in ours and os.path.lexists(directory / name):
@@ -273,7 +295,9 @@ def check_space(paths: Sequence[Path], nbytes: int, freed: Mapping[int, int], wh
 
 def _make_file(path: Path, nbytes: int) -> None:
     """Make the file ``path`` with its space, so that no later write finds the drive full; durably."""
-    with opened(path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+    with opened(
+        path, f"preallocating {format_bytes(nbytes)}", os.O_RDWR | os.O_CREAT | os.O_EXCL
+    ) as descriptor:
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
@@ -295,7 +319,9 @@ class DirectoryLock:
     ends."""
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
-        self.descriptors: list[int] = []  # Descriptors of the locks: a process that gets them is an owner, too
+        self.descriptors: list[
+            int
+        ] = []  # Descriptors of the locks: a process that gets them is an owner, too
         try:
             self.add(directories, patience)
         except BaseException:
@@ -330,7 +356,11 @@ def _lock(directory: Path, deadline: float) -> int:
                 return descriptor
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    here = "" if FinetuneError.names_flags else "; in this process, close() what is open there first"
+                    here = (
+                        ""
+                        if FinetuneError.names_flags
+                        else "; in this process, close() what is open there first"
+                    )
                     raise UserError(
                         f"{directory} is in use by another run. Wait until that has ended, or take another directory"
                         f"{here}."

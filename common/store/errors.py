@@ -29,11 +29,15 @@ def advice_on(error: BaseException) -> str:
     if number == errno.EFBIG:
         return "This shell or file system allows no larger files: enter `ulimit -f unlimited` before."
     if number == errno.EXDEV:
-        return "A folder in it is on another file system: move that folder elsewhere, or take another directory."
+        return (
+            "A folder in it is on another file system: move that folder elsewhere, or take another directory."
+        )
     if number == errno.EIO:
         return "The drive is failing or was removed: look at the kernel log (dmesg) and at smartctl."
     if number == errno.EROFS:
-        return "The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
+        return (
+            "The file system has become read-only, often after a drive error: look at the kernel log (dmesg)."
+        )
     if number in (errno.EACCES, errno.EPERM):
         return "Look at its owner, its permissions, and its attributes (lsattr)."
     if number == errno.EISDIR:

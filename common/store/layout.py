@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 ALIGNMENT = 4096  # Bytes of a page: direct I/O needs address, offset and length in whole pages
 
-LARGEST_UNIT = 4 << 20  # Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls.
+LARGEST_UNIT = (
+    4 << 20
+)  # Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls.
 
 LARGEST_FILE = 1 << 60  # Bytes above which a stated size is taken for damage
 
@@ -85,7 +87,9 @@ class Layout:
     def _append(self, extent: Extent) -> None:
         name = extent.file
         if not name or name in (".", "..") or "/" in name or "\0" in name or name.endswith((".json", ".tmp")):
-            raise ValueError(f"{name!r} cannot be a file of a store: take a plain name that is not .json or .tmp")
+            raise ValueError(
+                f"{name!r} cannot be a file of a store: take a plain name that is not .json or .tmp"
+            )
         self._extents.setdefault(name, []).append(extent)
         self._file_bytes[name] = extent.offset + extent.bytes_per_directory(self.directories)
 

@@ -211,7 +211,9 @@ def write_new_file(path: Path, parts: Sequence[Bytes]) -> None:
         file = PosixFile(path)
         try:
             with ThreadPoolExecutor(4, "write") as threads:
-                for _ in threads.map(partial(_write_pages, file, parts, ends), range(0, ends[-1], BOUNCE_BYTES)):
+                for _ in threads.map(
+                    partial(_write_pages, file, parts, ends), range(0, ends[-1], BOUNCE_BYTES)
+                ):
                     pass
             os.ftruncate(created.fileno(), ends[-1])
             file.sync()

@@ -91,7 +91,9 @@ class Store:
         throttle: Throttle | None = None,
         writes: bool = True,
     ) -> None:
-        self.id = identity.store  # Random name of the store: a manifest that names it cannot be taken for another run's
+        self.id = (
+            identity.store
+        )  # Random name of the store: a manifest that names it cannot be taken for another run's
         self.directories = tuple(directories)  # The directories, in the order of the stripes
         self.layout = identity.layout
         self.bytes_read = 0  # Bytes read from the drives, in whole pages
@@ -126,7 +128,9 @@ class Store:
         """Whether every file is reached past the page cache. False on file systems without O_DIRECT."""
         return all(file.direct for files in self._files.values() for file in files)
 
-    def read(self, checked: CheckedExtent, buffer: Any, offset: int = 0, nbytes: int | None = None) -> "Future[None]":
+    def read(
+        self, checked: CheckedExtent, buffer: Any, offset: int = 0, nbytes: int | None = None
+    ) -> "Future[None]":
         """Fill the first ``nbytes`` bytes of ``buffer`` with those from ``offset`` on in an extent, and check them.
 
         The future has a StoreError if they are not what was written there.
@@ -212,7 +216,9 @@ class Store:
         self._closed = True
         for pool in (*self._pools, self._syncing):
             pool.shutdown()
-        files: Iterable[KvikioFile | PosixFile | Clock] = chain(*self._device_files.values(), *self._files.values())
+        files: Iterable[KvikioFile | PosixFile | Clock] = chain(
+            *self._device_files.values(), *self._files.values()
+        )
         for opened in (*files, *self._clocks):
             opened.close()
 
@@ -258,7 +264,9 @@ class Store:
             work = getattr(files[directory], direction)
             part = flat[start : start + length]
             if self._clocks:
-                work = partial(self._clocks[directory].during, direction, whole_pages(at % ALIGNMENT + length), work)
+                work = partial(
+                    self._clocks[directory].during, direction, whole_pages(at % ALIGNMENT + length), work
+                )
             if sums is not None:
                 add = partial(sums.add, directory, at, offset + start)
                 work = partial(_write_summed if direction == "write" else _read_summed, work, add)
@@ -275,8 +283,12 @@ class Store:
         if end > self._file_bytes.get(extent.file, 0):
             raise ValueError(f"{extent} is not in this store's layout")
         if offset < 0 or nbytes < 1 or offset + nbytes > extent.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are not inside an extent of {extent.nbytes}")
-        if direction == "write" and (offset % ALIGNMENT or (nbytes % ALIGNMENT and offset + nbytes != extent.nbytes)):
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} are not inside an extent of {extent.nbytes}"
+            )
+        if direction == "write" and (
+            offset % ALIGNMENT or (nbytes % ALIGNMENT and offset + nbytes != extent.nbytes)
+        ):
             raise ValueError(
                 f"a write of bytes {offset} to {offset + nbytes} of {extent.nbytes} cuts a page of {ALIGNMENT} bytes"
             )
@@ -289,7 +301,9 @@ class Store:
         if not tensor.is_contiguous():
             raise ValueError("device memory must be contiguous")
         if offset % ALIGNMENT:
-            raise ValueError(f"device memory needs an offset in whole pages of {ALIGNMENT} bytes, not {offset}")
+            raise ValueError(
+                f"device memory needs an offset in whole pages of {ALIGNMENT} bytes, not {offset}"
+            )
         return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -300,12 +314,16 @@ def _flat_bytes(direction: str, buffer: Any) -> Any:
     return flat
 
 
-def _read_summed(read: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any) -> None:
+def _read_summed(
+    read: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any
+) -> None:
     read(offset, part)
     add(part)
 
 
-def _write_summed(write: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any) -> None:
+def _write_summed(
+    write: Callable[[int, Any], None], add: Callable[[Any], None], offset: int, part: Any
+) -> None:
     add(part)
     write(offset, part)
 

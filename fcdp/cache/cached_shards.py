@@ -32,7 +32,9 @@ class DeviceMemory:
 
     total: int
     allocated: Callable[[], int]  # what this process has allocated through PyTorch
-    others: Callable[[], int] = lambda: 0  # what is in use otherwise: contexts, NCCL's buffers, other processes
+    others: Callable[[], int] = lambda: (
+        0
+    )  # what is in use otherwise: contexts, NCCL's buffers, other processes
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
@@ -75,7 +77,10 @@ class AdaptivePlacement(AlwaysOnDevice):
     def admit(self, nbytes: int) -> bool:
         if not self._look():
             return False
-        if self._last_peak is None or max(self._last_peak, self._peak) + self.held_bytes + nbytes > self._limit:
+        if (
+            self._last_peak is None
+            or max(self._last_peak, self._peak) + self.held_bytes + nbytes > self._limit
+        ):
             return False
         self.held_bytes += nbytes
         return True
@@ -109,7 +114,9 @@ class CopyStreams:
 
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
-    unshard: torch.cuda.Stream  # for ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
+    unshard: (
+        torch.cuda.Stream
+    )  # for ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
     # Copies that may not have ended: what each reads from, the stream that gets that memory back, and the copy's end
     pending: list[tuple[torch.Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(default_factory=list)
 
@@ -164,7 +171,9 @@ class CachedGroup:
     is_secondary: bool  # whether it belongs to the secondary partition, kept from forward to backward
     block: int  # number of ranks that together hold one copy of the parameters
     nbytes: int
-    in_host: bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
+    in_host: (
+        bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
+    )
     bits: Bits | None  # bits per element that it is quantized to; None: it is not
 
 
@@ -202,11 +211,19 @@ class CachedShard:
         """Return whether the shard has the size that parameters have now: their dtype may change as they are frozen."""
         if self.bits is not None and not cells.is_floating_point():
             return False
-        cell = cells.size(1) * cells.element_size() if self.bits is None else quantized_nbytes(cells.size(1), self.bits)
+        cell = (
+            cells.size(1) * cells.element_size()
+            if self.bits is None
+            else quantized_nbytes(cells.size(1), self.bits)
+        )
         return self.nbytes * self.block == cells.size(0) * cell
 
     def store(
-        self, cells: torch.Tensor, rank: int, output: torch.Tensor, allocated_on: torch.cuda.Stream | None = None
+        self,
+        cells: torch.Tensor,
+        rank: int,
+        output: torch.Tensor,
+        allocated_on: torch.cuda.Stream | None = None,
     ) -> None:
         """Cache this rank's part of ``cells``, which lie in ``output``, which the current stream has filled."""
         shard = self.of(cells, rank)
@@ -296,7 +313,8 @@ def all_cached(routes: Routes, groups: Sequence[ParameterGroup]) -> list[CachedG
         block = layout.p.shards
         cells = routes.shards // block
         candidates = [
-            CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None) for each in groups
+            CachedGroup(each, False, block, cells * each.cell_bytes, layout.p_in_cache, None)
+            for each in groups
         ]
     if layout.secondary is not None:
         block = layout.secondary.shards

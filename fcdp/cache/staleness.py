@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from common.errors import FinetuneError, UserError
@@ -39,7 +43,9 @@ class OptimizerHooks:
 
     ``before_step`` and ``after_step`` are called around an optimizer step that may change any of them."""
 
-    def __init__(self, groups: list[ParameterGroup], before_step: weakref.WeakMethod, after_step: weakref.WeakMethod):
+    def __init__(
+        self, groups: list[ParameterGroup], before_step: weakref.WeakMethod, after_step: weakref.WeakMethod
+    ):
         self._groups = groups
         self._before_step = before_step
         self._after_step = after_step
@@ -117,7 +123,9 @@ class StalenessCheck:
     On the CPU this is exact and immediate. On CUDA a sum of the words' bits is compared on the device, and the result
     of all ranks is read once per step, before the optimizer runs: the host never waits inside the step."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, at_once: bool | None = None):
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, at_once: bool | None = None
+    ):
         at_once = device.type != "cuda" if at_once is None else at_once
         self._found = None if at_once else torch.zeros((), dtype=torch.int32, device=device)
         self._has_checked = False  # equal on all ranks, as hits are

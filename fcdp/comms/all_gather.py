@@ -84,7 +84,9 @@ class StagedAllGather:
         self._allocated: torch.cuda.Event | None = None
         self._allocated_on: torch.cuda.Stream | None = None
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return memory for the output, which may be written to on the current stream from now on."""
         output = torch.empty(*size, dtype=dtype, device=device)
         if self._streams is not None:
@@ -94,10 +96,16 @@ class StagedAllGather:
         return output
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
-        if group.size() != self._ranks:  # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
+        if (
+            group.size() != self._ranks
+        ):  # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
             return cast("dist.Work | None", all_gather(output_tensor, input_tensor, group, async_op=async_op))
         if async_op and self._streams is not None:
             # On the stream of the computation, as FSDP2 asks for it here, nothing would overlap with that.
@@ -142,7 +150,11 @@ class StagedAllGather:
         self.cached = self.secondary = None
 
     def _begin(
-        self, cells: torch.Tensor, cell: torch.Tensor, cached: CachedShard | None, secondary: CachedShard | None
+        self,
+        cells: torch.Tensor,
+        cell: torch.Tensor,
+        cached: CachedShard | None,
+        secondary: CachedShard | None,
     ) -> tuple[torch.Tensor, Sequence[CommLevel], int | None]:
         """Start from what is cached, if it is up to date.
 
@@ -183,6 +195,8 @@ class StagedAllGather:
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:
         if number >= len(levels):
             return nothing
-        level = levels[number]  # rows [blocks, ranks of the axis, c]: ranks with this one's place on faster axes
+        level = levels[
+            number
+        ]  # rows [blocks, ranks of the axis, c]: ranks with this one's place on faster axes
         stride = level.axis.stride
         return level.gather(cells.view(-1, level.size, stride, cells.size(1))[:, :, self._rank % stride])

@@ -193,7 +193,12 @@ def pieces(count: int) -> Iterator[tuple[int, int]]:
 
 
 def make_levels(
-    topology: Topology, axes: Sequence[Axis], purpose: Purpose, traffic: Traffic, ring: Ring, precision: Format = "bf16"
+    topology: Topology,
+    axes: Sequence[Axis],
+    purpose: Purpose,
+    traffic: Traffic,
+    ring: Ring,
+    precision: Format = "bf16",
 ) -> list[CommLevel]:
     """Make the levels along ``axes``, fastest first; ``ho`` makes one of all. Collective: process groups are made.
 
@@ -202,7 +207,10 @@ def make_levels(
     if purpose == "reduce" and bits is not None:
         return [QuantizedLevel(RankLevel(topology, axis, purpose, traffic), bits) for axis in axes]
     ranks = topology.ranks_per_node
-    levels = [(FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic) for axis in axes]
+    levels = [
+        (FlatRing if axis.mixes_levels(ranks) else RankLevel)(topology, axis, purpose, traffic)
+        for axis in axes
+    ]
     joined: list[CommLevel] = list(levels)
     if ring == "ho" and levels:
         joined = [functools.reduce(HoRing, levels[1:], cast(CommLevel, levels[0]))]

@@ -104,7 +104,9 @@ class RankLevel:
         nbytes = rows.numel() // self.size * rows.element_size()
         for to, _ in self._turns:
             rank = self._topology.rank + (to - self.index) * self.axis.stride
-            self._traffic.sent(self._purpose, rank // self._topology.ranks_per_node != self._topology.node, nbytes)
+            self._traffic.sent(
+                self._purpose, rank // self._topology.ranks_per_node != self._topology.node, nbytes
+            )
         return self._all_to_all(rows, received)
 
     def shift(self, cell: torch.Tensor, to: int, target: torch.Tensor, source: int) -> Wait:
@@ -114,7 +116,9 @@ class RankLevel:
         self._traffic.sent(self._purpose, self._crosses_nodes, cell.numel() * cell.element_size())
         return self._exchange([(to, cell)], [(source, target)])
 
-    def _exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]) -> Wait:
+    def _exchange(
+        self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]
+    ) -> Wait:
         """Send and receive cells. gloo has no point-to-point for CUDA tensors: they go by way of the host."""
         if sends[0][1].device.type == "cpu" or not uses_gloo(self._group, sends[0][1].device):
             return start_exchange(sends, receives, self._group)
@@ -127,7 +131,9 @@ class RankLevel:
     def _all_to_all(self, rows: torch.Tensor, received: torch.Tensor) -> Wait:
         sends = [(to, row[to]) for row in rows for to, _ in self._turns]
         # This rank has no cell in ``received``.
-        receives = [(source, row[source - (source > self.index)]) for row in received for _, source in self._turns]
+        receives = [
+            (source, row[source - (source > self.index)]) for row in received for _, source in self._turns
+        ]
         return self._exchange(sends, receives)
 
     def _count(self, rows: torch.Tensor) -> None:
@@ -198,7 +204,9 @@ def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return False
 
 
-def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+def all_gather(
+    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> Any:
     """Call the flat all-gather under the name that this PyTorch does not deprecate."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, mine, group=group, async_op=async_op)

@@ -41,7 +41,9 @@ class ReduceLevels:
     reduce: Sequence[CommLevel]  # axes inside G's scope
     finish: Sequence[CommLevel]  # axes from G's scope to OS's
     replicate: Sequence[CommLevel]  # axes between the replicas of OS's shards
-    gather_back: Sequence[CommLevel]  # the axes of ``replicate``, slowest first, with process groups for gathers
+    gather_back: Sequence[
+        CommLevel
+    ]  # the axes of ``replicate``, slowest first, with process groups for gathers
 
 
 class StagedReduction:
@@ -49,14 +51,18 @@ class StagedReduction:
 
     ``replica`` is this rank's number among those that hold the same shard."""
 
-    def __init__(self, group: ParameterGroup, levels: ReduceLevels, replica: int, micro_batches: MicroBatches):
+    def __init__(
+        self, group: ParameterGroup, levels: ReduceLevels, replica: int, micro_batches: MicroBatches
+    ):
         self._group = group
         self._levels = levels
         self._replica = replica
         self._micro_batches = micro_batches
         self.partial: torch.Tensor | None = None  # sums ``[cells, c]`` in fp32 of earlier micro-batches
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return memory for the input, then for the output. It is never reused: the output becomes ``.grad``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -71,8 +77,12 @@ class StagedReduction:
         """Reduce ``input_tensor`` ``[ranks * c]`` to this rank's ``output_tensor`` ``[c]``, in current-stream order."""
         average = op == dist.ReduceOp.AVG
         if not average and op not in (dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM):
-            raise FinetuneError(f"Gradients are reduced with {op}, but what is installed here sums and averages only.")
-        if op == dist.ReduceOp.PREMUL_SUM:  # NCCL's, by ``set_gradient_divide_factor``; only pickling shows its factor
+            raise FinetuneError(
+                f"Gradients are reduced with {op}, but what is installed here sums and averages only."
+            )
+        if (
+            op == dist.ReduceOp.PREMUL_SUM
+        ):  # NCCL's, by ``set_gradient_divide_factor``; only pickling shows its factor
             input_tensor.mul_(float(op.__getstate__()[1]))
         cells = input_tensor.view(-1, output_tensor.numel())
         total = self._accumulate(scatter(cells, self._levels.reduce, average))

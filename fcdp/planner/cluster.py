@@ -25,7 +25,9 @@ from fcdp.strategy.strategy import Ring, StrategyMeshes
 class Link:
     """A link between the groups of a level."""
 
-    bytes_per_second: float  # of one rank, one way, while all ranks send: a node's network cards divided by its ranks
+    bytes_per_second: (
+        float  # of one rank, one way, while all ranks send: a node's network cards divided by its ranks
+    )
     latency_seconds: float  # latency of one step of a ring
 
 
@@ -52,7 +54,8 @@ class AlphaBeta:
             # Unlike in a gather, no rank sends while a part that it has itself goes round: all of the buffer, in turn.
             nbytes *= mesh.shards / (mesh.shards - 1)
         moving = [
-            part * nbytes / link.bytes_per_second for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
+            part * nbytes / link.bytes_per_second
+            for part, link in zip(ring_parts(mesh, ring), self.links, strict=True)
         ]
         tree = self._tree(mesh, moving)
         moving[-1] *= max(1.0, (mesh.shards if ring == "flat" else mesh.nodes) / RING_MEASURED) ** RING_DECAY
@@ -103,7 +106,9 @@ class MeasuredRates:
         self._by_kind: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
         for timing in self.timings:
             if timing.nbytes <= 0 or timing.seconds <= 0:
-                raise UserError(f"A measurement of {timing.nbytes} bytes in {timing.seconds} s cannot be one.")
+                raise UserError(
+                    f"A measurement of {timing.nbytes} bytes in {timing.seconds} s cannot be one."
+                )
             kind = (timing.operation, timing.ring, timing.mesh)
             self._by_kind.setdefault(kind, []).append((timing.nbytes, timing.seconds))
         for points in self._by_kind.values():
@@ -142,7 +147,9 @@ class MeasuredRates:
         for entry in facts.get("collectives", []):
             timing = CollectiveTiming(**{**entry, "mesh": tuple(entry["mesh"])})
             if timing.operation not in get_args(Operation) or timing.ring not in get_args(Ring):
-                raise UserError(f"A cluster's profile has a {timing.ring} {timing.operation}, which is unknown here.")
+                raise UserError(
+                    f"A cluster's profile has a {timing.ring} {timing.operation}, which is unknown here."
+                )
             timings.append(timing)
         return cls(timings)
 
@@ -156,12 +163,16 @@ class Cluster:
     levels: Levels
     device_memory_bytes: int  # memory of one device
     host_memory_bytes: int  # host memory of one node
-    flops_per_second: float  # FLOPs per second of one device while nothing waits for the network, if `compute` is None
+    flops_per_second: (
+        float  # FLOPs per second of one device while nothing waits for the network, if `compute` is None
+    )
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
     rates: AlphaBeta | MeasuredRates
     peak_flops_per_second: float | None = None  # of dense bf16 products, if known
-    compute: ComputeRates | None = None  # rates of the parts of computing; None: one rate was measured for all of it
+    compute: ComputeRates | None = (
+        None  # rates of the parts of computing; None: one rate was measured for all of it
+    )
     overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
     leaf_of_node: tuple[int, ...] | None = None  # if known
 
@@ -170,7 +181,9 @@ class Cluster:
         if levels == self.levels:
             return self
         if not isinstance(self.rates, AlphaBeta):
-            raise UserError(f"{self.name} was measured with levels {self.levels}; for {levels} there are no times.")
+            raise UserError(
+                f"{self.name} was measured with levels {self.levels}; for {levels} there are no times."
+            )
         if len(levels.sizes) != len(self.levels.sizes):
             raise UserError(
                 f"{self.name} has {len(self.levels.sizes)} levels ({self.levels}), but {levels} are "
@@ -199,7 +212,15 @@ def load_cluster(name: str) -> Cluster:
             if path.suffix == ".toml":
                 return _read_preset(path.stem, tomllib.loads(text))
             return _read_profile(path.name, json.loads(text))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             what = "does not describe a cluster" if path.suffix == ".toml" else "is not a cluster's profile"
             raise UserError(f"{path} {what}: {type(error).__name__}: {error}.") from error
     hint = did_you_mean(name, presets) or f" There are {', '.join(sorted(presets))}."
@@ -236,7 +257,8 @@ def _read_preset(name: str, fields: dict[str, Any]) -> Cluster:
         host_memory_bytes=parse_bytes(fields["host_memory"]),
         flops_per_second=reached,
         peak_flops_per_second=peak,
-        memory_bytes_per_second=memory or (compute.memory / MEMORY_PART if compute else fields["memory_gb_per_s"]),
+        memory_bytes_per_second=memory
+        or (compute.memory / MEMORY_PART if compute else fields["memory_gb_per_s"]),
         host_link_bytes_per_second=fields["host_link_gb_per_s"] * 1e9,
         rates=AlphaBeta(tuple(links), fields["start_us"] * 1e-6),
         compute=compute,
@@ -248,7 +270,9 @@ def _with_switches(levels: Levels, leaves: Sequence[int] | None) -> Levels:
     """Return the levels with the nodes of each leaf switch, once nodes are numbered switch by switch."""
     if not leaves:
         return levels
-    return replace(levels, nodes_per_switch=nodes_per_switch([leaves[node] for node in node_order(leaves, 1)]))
+    return replace(
+        levels, nodes_per_switch=nodes_per_switch([leaves[node] for node in node_order(leaves, 1)])
+    )
 
 
 def _read_profile(name: str, facts: dict[str, Any]) -> Cluster:

@@ -103,12 +103,19 @@ def _working(layout: StrategyMeshes, workload: Workload) -> float:
     is_gathered = layout.p.shards > 1 or layout.p_in_cache
     gathered = workload.compute_bytes * units if is_gathered else 0.0
     gradients = workload.gradient_bytes * units * workload.trainable / workload.parameters
-    forward: list[tuple[tuple[Axis, ...], Format]] = [(routes.spread, "bf16"), (routes.gather, precision.gather)]
+    forward: list[tuple[tuple[Axis, ...], Format]] = [
+        (routes.spread, "bf16"),
+        (routes.gather, precision.gather),
+    ]
     backward = forward[1:] if layout.secondary is None else [(routes.secondary, precision.secondary)]
-    return gathered + max(_scratch(forward, layout, workload), gradients + _scratch(backward, layout, workload))
+    return gathered + max(
+        _scratch(forward, layout, workload), gradients + _scratch(backward, layout, workload)
+    )
 
 
-def _scratch(stages: Sequence[tuple[tuple[Axis, ...], Format]], layout: StrategyMeshes, workload: Workload) -> float:
+def _scratch(
+    stages: Sequence[tuple[tuple[Axis, ...], Format]], layout: StrategyMeshes, workload: Workload
+) -> float:
     """Return the bytes that the largest gather of a block takes next to the block itself.
 
     Cells of ranks that are not next to each other are gathered in separate memory and copied to their places
@@ -143,7 +150,9 @@ class Engine:
         """Whether anything is sent while something computes."""
         return True
 
-    def collectives(self, layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> list[Collective]:
+    def collectives(
+        self, layout: StrategyMeshes, workload: Workload, checkpointing: bool
+    ) -> list[Collective]:
         return step_collectives(layout, workload)
 
     def pieces(self, collective: Collective, is_gathered: bool, workload: Workload) -> int:
@@ -168,7 +177,9 @@ class Estimate:
     intra_node_bytes: float  # bytes that the ranks of a node send to each other per step
     compute_seconds: float  # seconds of computing per step, without waiting for anything
     step_seconds: float
-    mfu: float | None  # the model's FLOPs, without recomputation, over what the device's peak allows, if that is known
+    mfu: (
+        float | None
+    )  # the model's FLOPs, without recomputation, over what the device's peak allows, if that is known
     fits: bool
 
     @property
@@ -244,7 +255,12 @@ def compute_seconds(workload: Workload, cluster: Cluster, checkpointing: bool) -
 
 
 def estimate(
-    layout: StrategyMeshes, workload: Workload, cluster: Cluster, *, checkpointing: bool, engine: Engine | None = None
+    layout: StrategyMeshes,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    checkpointing: bool,
+    engine: Engine | None = None,
 ) -> Estimate:
     """Return what ``layout`` costs, with our engine or another."""
     engine = engine or Engine()
@@ -254,12 +270,16 @@ def estimate(
     durations = []
     for collective in collectives:
         pieces = engine.pieces(collective, is_gathered, workload)
-        once = cluster.rates.seconds(collective.operation, collective.mesh, collective.nbytes / pieces, collective.ring)
+        once = cluster.rates.seconds(
+            collective.operation, collective.mesh, collective.nbytes / pieces, collective.ring
+        )
         durations.append(pieces * once)
     forward, backward = compute_seconds(workload, cluster, checkpointing)
     # FSDP2 copies gathered parameters and gradients once in every pass.
     copied = workload.compute_bytes * workload.parameters if is_gathered else 0.0
-    copied_back = workload.compute_bytes * (workload.parameters - workload.kept_gathered) if is_gathered else 0.0
+    copied_back = (
+        workload.compute_bytes * (workload.parameters - workload.kept_gathered) if is_gathered else 0.0
+    )
     copied_back += workload.gradient_bytes * workload.trainable
     forward += 2 * copied / cluster.memory_bytes_per_second
     backward += 2 * copied_back / cluster.memory_bytes_per_second
@@ -284,7 +304,9 @@ def estimate(
     # By AMSP V-C: gathers run one unit ahead, reductions one behind, and new P is spread during the first forward.
     first = pass_seconds(forward, hidden["forward"] + hidden["spread"])
     if workload.router_passes:  # new P is spread during these
-        first = pass_seconds(forward, hidden["route"] + hidden["spread"]) + pass_seconds(forward, hidden["forward"])
+        first = pass_seconds(forward, hidden["route"] + hidden["spread"]) + pass_seconds(
+            forward, hidden["forward"]
+        )
         first += (workload.router_passes - 1) * pass_seconds(forward, hidden["route"])
     last = pass_seconds(backward, hidden["backward"] + hidden["reduce"])
     others = pass_seconds(forward, hidden["forward"]) + pass_seconds(backward, hidden["backward"])
@@ -300,10 +322,14 @@ def estimate(
         checkpointing=checkpointing,
         memory=memory,
         collectives=tuple(collectives),
-        seconds=tuple(seconds * collective.times for collective, seconds in zip(collectives, durations, strict=True)),
+        seconds=tuple(
+            seconds * collective.times for collective, seconds in zip(collectives, durations, strict=True)
+        ),
         inter_node_bytes=inter,
         intra_node_bytes=intra,
-        compute_seconds=workload.micro_batches * (forward + backward) + workload.router_passes * forward + update,
+        compute_seconds=workload.micro_batches * (forward + backward)
+        + workload.router_passes * forward
+        + update,
         step_seconds=step,
         mfu=None if peak is None else flops / step / peak,
         fits=memory.device <= cluster.device_memory_bytes and memory.host <= cluster.host_memory_bytes,

@@ -35,8 +35,12 @@ def scopes_of(levels: Levels) -> list[Scope]:
     """Return the scopes that pass AMSP's filters (V-B, equations 5 to 7), from none to all: they divide ranks and nodes
     without rest, and take all ranks of a node before a second node. Letters where there is one."""
     node = levels.ranks_per_node
-    texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)]
-    letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}  # N last: on one rank all are the same
+    texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [
+        f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)
+    ]
+    letters = {
+        Scope(letter).on(levels): Scope(letter) for letter in "GIN"
+    }  # N last: on one rank all are the same
     scopes = []
     for text in texts:
         with contextlib.suppress(UserError):
@@ -55,7 +59,15 @@ def admissible(levels: Levels) -> list[Strategy]:
     def add(strategy: Strategy) -> None:
         # On these levels, names may mean the same: 8x1 is I. The first one stays.
         layout = strategy.on(levels)
-        point = (layout.p, layout.g, layout.os, layout.secondary, layout.cache, strategy.precision, strategy.ring)
+        point = (
+            layout.p,
+            layout.g,
+            layout.os,
+            layout.secondary,
+            layout.cache,
+            strategy.precision,
+            strategy.ring,
+        )
         points.setdefault(point, strategy)
 
     for preset in PRESETS.values():
@@ -113,7 +125,9 @@ def plan(
         return planned.step_seconds if objective == "step" else planned.communication_seconds
 
     estimates = [cost(each) for each in (admissible(cluster.levels) if strategies is None else strategies)]
-    eligible = [each for each in estimates if each.fits and (allow_quantized or each.layout.strategy.precision.exact)]
+    eligible = [
+        each for each in estimates if each.fits and (allow_quantized or each.layout.strategy.precision.exact)
+    ]
     choice = None
     if eligible:
         fastest = min(map(seconds, eligible))
@@ -131,5 +145,9 @@ def refusal(plan: StrategyPlan, cluster: Cluster) -> FinetuneError:
         f"No strategy fits. The one that needs least, {least.name}, takes {format_bytes(least.memory.device)} of the "
         f"{format_bytes(cluster.device_memory_bytes)} on a device and {format_bytes(least.memory.host)} of the "
         f"{format_bytes(cluster.host_memory_bytes)} on a node. Use a smaller --micro-batch or --seq-len, "
-        + ("or another --strategy." if len(plan.estimates) == 1 else "more nodes, or name a --strategy to try it.")
+        + (
+            "or another --strategy."
+            if len(plan.estimates) == 1
+            else "more nodes, or name a --strategy to try it."
+        )
     )

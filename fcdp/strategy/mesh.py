@@ -10,7 +10,16 @@ from math import prod
 from common.errors import UserError, did_you_mean
 
 # PaRO's letters (3.1.1) and groups across switches (3.4), ZeRO-topo's names (V).
-_SYMBOLS = {"n": "N", "none": "N", "i": "I", "node": "I", "g": "G", "cluster": "G", "pair": "pair", "switch": "switch"}
+_SYMBOLS = {
+    "n": "N",
+    "none": "N",
+    "i": "I",
+    "node": "I",
+    "g": "G",
+    "cluster": "G",
+    "pair": "pair",
+    "switch": "switch",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,9 @@ class Levels:
             raise UserError(
                 f"Levels are two or more positive numbers, ranks in a node first and nodes last, not {self}."
             )
-        if self.nodes_per_switch is not None and (self.nodes_per_switch < 1 or self.nodes % self.nodes_per_switch):
+        if self.nodes_per_switch is not None and (
+            self.nodes_per_switch < 1 or self.nodes % self.nodes_per_switch
+        ):
             raise UserError(f"{self.nodes} nodes do not fill switches of {self.nodes_per_switch} each.")
 
     def __str__(self) -> str:

@@ -97,7 +97,9 @@ class Strategy:
                 "GIG are the exceptions, and are written in letters."
             )
         if secondary is not None and self.p.text == "N":
-            raise UserError(f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A).")
+            raise UserError(
+                f"{self.name}: P is not sharded, so a second set of shards saves nothing (FCDP VI-A)."
+            )
         if secondary is not None and (secondary.nodes > 1 or str(self.secondary) == "N"):
             raise UserError(
                 f"{self.name}: a second set of shards is there to stay inside a node (ZeRO-topo III-C), but its scope "
@@ -112,7 +114,11 @@ class Strategy:
 
     def without_quantization(self) -> "Strategy":
         """Return the strategy with everything in bf16."""
-        return self if self.precision.exact else replace(self, name=f"{self.name}-exact", precision=WireFormats())
+        return (
+            self
+            if self.precision.exact
+            else replace(self, name=f"{self.name}-exact", precision=WireFormats())
+        )
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,9 @@ class Routes:
     secondary: tuple[Axis, ...]  # P from the secondary partition, in the backward pass
     reduce: tuple[Axis, ...]  # axes along which G is reduced over its scope, by every micro-batch
     finish: tuple[Axis, ...]  # axes along which G is reduced to OS's scope, once per step
-    replicate: tuple[Axis, ...]  # axes along which G is reduced over the replicas of OS's shards, once per step
+    replicate: tuple[
+        Axis, ...
+    ]  # axes along which G is reduced over the replicas of OS's shards, once per step
 
     @classmethod
     def of(cls, layout: StrategyMeshes) -> "Routes":
@@ -242,7 +250,9 @@ AUTO = "auto"  # the name that leaves the choice to the planner
 ALIASES = {"hsdp": "mics", "hybrid": "mics"}  # FSDP's hybrid sharding, under its two names
 # Scopes of P, G and OS of PaRO's table 1: OS is sharded at least as finely as P and as G (3.1.3, principle 1).
 PARO = tuple(
-    p + g + os for p, g, os in itertools.product("NIG", repeat=3) if max(map("NIG".index, (p, g))) <= "NIG".index(os)
+    p + g + os
+    for p, g, os in itertools.product("NIG", repeat=3)
+    if max(map("NIG".index, (p, g))) <= "NIG".index(os)
 )
 
 
@@ -260,7 +270,13 @@ _PLAIN = (
     _preset("zero3", "GGG"),
     _preset("mics", "III", ring="hierarchical"),
     # ZeRO++ (ZeRO-topo III-C): int8 gathers, a secondary partition in the node, int4 all-to-all reductions.
-    _preset("zero++", "GGG", secondary=Scope("I"), precision=WireFormats("int8", "bf16", "int4"), ring="hierarchical"),
+    _preset(
+        "zero++",
+        "GGG",
+        secondary=Scope("I"),
+        precision=WireFormats("int8", "bf16", "int4"),
+        ring="hierarchical",
+    ),
     # FCDP: P's shards in host memory. The second sums gradients inside the node while micro-batches accumulate, as
     # PaRO does: fewer bytes between nodes for more device memory.
     _preset("fcdp", "IGG", ring="hierarchical", cache="adaptive"),
@@ -290,7 +306,9 @@ def parse_strategy(text: str) -> Strategy:
         return PRESETS[name]
     scopes, *extras = name.split("+")
     if scopes in PRESETS:
-        raise UserError(f"{text!r}: a preset comes with its cache. Write scopes instead, such as I/G/G+{extras[0]}.")
+        raise UserError(
+            f"{text!r}: a preset comes with its cache. Write scopes instead, such as I/G/G+{extras[0]}."
+        )
     if re.fullmatch(r"[nig]{3}", scopes):
         scopes = "/".join(scopes)
     parts = scopes.split("/")

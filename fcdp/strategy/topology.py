@@ -77,7 +77,9 @@ class Topology:
         self.rank = rank  # this rank's place among those that take part
         self.node, self.local_rank = divmod(rank, ranks_per_node)
         # The ranks that take part, in one dimension: what FSDP2 shards over.
-        self.mesh: DeviceMesh = mesh or init_device_mesh(self.device.type, (world,), mesh_dim_names=("world",))
+        self.mesh: DeviceMesh = mesh or init_device_mesh(
+            self.device.type, (world,), mesh_dim_names=("world",)
+        )
         self.ranks: list[int] = dist.get_process_group_ranks(group)  # global ranks, by place
         self._axes = Axis(1, ranks_per_node), Axis(ranks_per_node, nodes)
         self._groups: dict[tuple[Axis, Purpose], dist.ProcessGroup] | None = {}
@@ -103,7 +105,9 @@ class Topology:
                 "torchrun, or give the numbers: Topology(nodes=..., ranks_per_node=...)."
             )
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-        chosen = _choose_device(device, None, dist.get_rank() % local_world)  # first: NCCL exchanges on that device
+        chosen = _choose_device(
+            device, None, dist.get_rank() % local_world
+        )  # first: NCCL exchanges on that device
         _agree((local_world,))
         nodes = dist.get_world_size() // local_world
         if levels is None and (device is None or chosen.type == "cuda"):
@@ -128,7 +132,9 @@ class Topology:
             )
         if mesh.ndim == 2:
             if mesh.mesh_dim_names is None:
-                raise UserError("A mesh of two dimensions needs names, as for fully_shard: mesh_dim_names=(..., ...).")
+                raise UserError(
+                    "A mesh of two dimensions needs names, as for fully_shard: mesh_dim_names=(..., ...)."
+                )
             mesh = mesh[mesh.mesh_dim_names[1]]
         ranks = mesh.mesh.tolist()
         places = dist.get_process_group_ranks(mesh.get_group())
@@ -154,7 +160,9 @@ class Topology:
     def group(self, axis: Axis, purpose: Purpose) -> dist.ProcessGroup:
         """Return this rank's process group on ``axis``. Collective on the axis when requested the first time."""
         if self._groups is None:
-            raise FinetuneError("This Topology was closed: what was sharded with it can no longer communicate.")
+            raise FinetuneError(
+                "This Topology was closed: what was sharded with it can no longer communicate."
+            )
         line = self._groups.get((axis, purpose))
         if line is None:
             # Every rank makes the group of its line only: ranks that do not take part know nothing of it.
@@ -204,10 +212,14 @@ class Topology:
 
 def _need_process_group() -> None:
     if not dist.is_initialized():
-        raise UserError("A Topology needs torch.distributed: call torch.distributed.init_process_group() before.")
+        raise UserError(
+            "A Topology needs torch.distributed: call torch.distributed.init_process_group() before."
+        )
 
 
-def _choose_device(device: torch.device | str | None, mesh: DeviceMesh | None, local_rank: int) -> torch.device:
+def _choose_device(
+    device: torch.device | str | None, mesh: DeviceMesh | None, local_rank: int
+) -> torch.device:
     """Return this rank's device, CUDA's current one from now on: objects, too, travel through it with NCCL."""
     if device is None and mesh is not None:
         cuda = mesh.device_type == "cuda"
@@ -225,7 +237,9 @@ def _agree(numbers: tuple[int, ...], group: dist.ProcessGroup | None = None) -> 
     """Refuse, on every rank, numbers that are not the same on every rank."""
     everywhere = all_gather_object(numbers, group)
     if any(numbers_there != everywhere[0] for numbers_there in everywhere):
-        described = ", ".join(f"rank {rank}: {'x'.join(map(str, each))}" for rank, each in enumerate(everywhere))
+        described = ", ".join(
+            f"rank {rank}: {'x'.join(map(str, each))}" for rank, each in enumerate(everywhere)
+        )
         raise UserError(
             "Every node needs the same number of ranks, because ranks exchange data with the one in the same place of "
             f"every other node. What the ranks were started with differs ({described}). "

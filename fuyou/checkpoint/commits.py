@@ -167,7 +167,9 @@ def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-CLUSTER = "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to
+CLUSTER = (
+    "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to
+)
 
 
 class Commits:
@@ -260,7 +262,9 @@ class Commits:
         if not alone:
             self._agreement.all_gather_at_commit(task.step)
         self.committed_step = task.step
-        for old in [step for step in list(self._states) if step <= task.step]:  # the caller adds to it meanwhile
+        for old in [
+            step for step in list(self._states) if step <= task.step
+        ]:  # the caller adds to it meanwhile
             del self._states[old]
 
     def seal(self) -> None:
@@ -288,7 +292,9 @@ class Commits:
     def _compare(self, step: int) -> None:
         """Check that all nodes, which hold copies of the same parameters, hold the same after ``step``."""
         share = self._agreement.share
-        checksums: list[tuple[str, int]] = self._agreement.all_gather_at_commit((host(), self._checksum(step)))
+        checksums: list[tuple[str, int]] = self._agreement.all_gather_at_commit(
+            (host(), self._checksum(step))
+        )
         for rank, (name, checksum) in enumerate(checksums):
             first = rank % share.ranks_per_node  # the rank in the same place of node 0
             if checksum != checksums[first][1]:
@@ -316,7 +322,9 @@ def cluster_content(run: str, share: Share, previous: dict[str, Any] | None) -> 
     }
 
 
-def stored_sums(store: Store, state: TrainingState, ends: Mapping[Extent, Sequence[int]]) -> dict[Extent, PartSums]:
+def stored_sums(
+    store: Store, state: TrainingState, ends: Mapping[Extent, Sequence[int]]
+) -> dict[Extent, PartSums]:
     """Return the checksums of everything in a committed state, with which all that is read will be compared.
 
     Args:
@@ -338,7 +346,9 @@ def sealed_records(store: Store, state: TrainingState) -> list[ChecksummedExtent
     Raises:
         FinetuneError: if they do not cover everything in this store.
     """
-    there = {extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)}
+    there = {
+        extent for file in (weights_file(state.slot), FROZEN_FILE) for extent in store.layout.extents(file)
+    }
     try:
         sealed = [ChecksummedExtent.from_dict(record) for record in state.checksums]
         listed = {record.extent for record in sealed if record.sums.shape[1] == len(store.directories)}

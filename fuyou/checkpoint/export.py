@@ -54,7 +54,9 @@ class StoreReader:
         Those that are in pieces are joined; others are views of one buffer per record.
         """
         values = (record.views(self._parameters(record)).values() for record in records)
-        slots = (zip(record.parameters, each, strict=True) for record, each in zip(records, values, strict=True))
+        slots = (
+            zip(record.parameters, each, strict=True) for record, each in zip(records, values, strict=True)
+        )
         return dict(_joined(itertools.chain.from_iterable(slots)))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,11 +65,15 @@ class StoreReader:
         Takes memory for the master weights of one record. Collective: every rank must ask for all of them.
         """
         records = self._layout.records
-        slots = (zip(each.parameters, each.views(self._masters(each)).values(), strict=True) for each in records)
+        slots = (
+            zip(each.parameters, each.views(self._masters(each)).values(), strict=True) for each in records
+        )
         yield from _joined(itertools.chain.from_iterable(slots))
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        stored = HostBuffer(record.device_nbytes).tensor(torch.uint8, 0, record.device_nbytes)  # on huge pages
+        stored = HostBuffer(record.device_nbytes).tensor(
+            torch.uint8, 0, record.device_nbytes
+        )  # on huge pages
         part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
         checked = self._sums.checked(record.index, "parameters", self._slot(record))
         self._store.read(checked, part.numpy()).result()
@@ -172,15 +178,26 @@ class StoreExporter:
         if self._writes:
             unties = model.adapters is not None and model.adapters.unties
             writer = CheckpointWriter(
-                directory, model.base, model.config, dtype, self._shard, self._allows_nonfinite, source, unties
+                directory,
+                model.base,
+                model.config,
+                dtype,
+                self._shard,
+                self._allows_nonfinite,
+                source,
+                unties,
             )
         used_together: dict[object, set[int]] = {}
-        for visit in self._layout.visits(train=False):  # where embedding and head are tied, both use one record
+        for visit in self._layout.visits(
+            train=False
+        ):  # where embedding and head are tied, both use one record
             key = visit.record if visit.part is None else ("block", visit.layer)
             used_together.setdefault(key, set()).update(visit.records)
         for indices in advancing(used_together.values()):
             records = [self._layout.records[index] for index in sorted(indices)]
-            if source is not None and not any(record.trainable or record.decoded_nbytes for record in records):
+            if source is not None and not any(
+                record.trainable or record.decoded_nbytes for record in records
+            ):
                 continue  # the checkpoint that training began with has it
             pieces = any(slot.experts is not None for record in records for slot in record.parameters)
             everything = model.adapters is not None or source is None or pieces
@@ -213,4 +230,7 @@ class StoreExporter:
 
     def _values(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
         stack = self._model.stack
-        return {name: value.to(stack.dtype_of(name)) for name, value in self._reader.block_weights(records).items()}
+        return {
+            name: value.to(stack.dtype_of(name))
+            for name, value in self._reader.block_weights(records).items()
+        }

@@ -27,7 +27,9 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """
     reader = _SlotReader(source)
     free = {kind: deque(range(_pairs_of_buffers(plane, kind))) for kind in Kind}
-    writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {kind: deque() for kind in Kind}  # the oldest first
+    writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {
+        kind: deque() for kind in Kind
+    }  # the oldest first
 
     def wait_for_oldest(kind: Kind) -> None:
         buffer, written = writing[kind].popleft()
@@ -99,7 +101,9 @@ class _SlotReader:
 
     def __init__(self, source: WeightSource):
         self.source = source
-        self._cut: dict[str, torch.Tensor] = {}  # Parameters whose later experts are still to come, by first name
+        self._cut: dict[
+            str, torch.Tensor
+        ] = {}  # Parameters whose later experts are still to come, by first name
 
     def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins.
@@ -141,11 +145,15 @@ def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, buff
 
     Memory: as :func:`fill_store`.
     """
-    payload = torch.from_numpy(plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes)).zero_()
+    payload = torch.from_numpy(
+        plane.buffers.host_parameters(record.kind, buffer, record.parameter_nbytes)
+    ).zero_()
     with _encoded_record(plane, record, payload) as encoded:
         for slot, stored in record.stored_parameters(encoded):
             if slot.compressed is not None:
-                slot.compressed.encode(reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored)
+                slot.compressed.encode(
+                    reader.source.read_compressed(slot.names[0], slot.compressed.parts), stored
+                )
                 continue
             plain = stored.view(record.precision.dtype)
             for start, value in reader.read(record, [slot]):

@@ -154,7 +154,9 @@ class _Resumption:
         chosen = self._choose()
         if self._clear(chosen):
             chosen = self._choose()
-        readers = [chosen.members[rank].reader for rank in range(self._share.world_size) if chosen.fits(self._share)]
+        readers = [
+            chosen.members[rank].reader for rank in range(self._share.world_size) if chosen.fits(self._share)
+        ]
         if readers != sorted(readers):
             raise UserError(describe_conflict(self._share, self._scans, [""] * len(readers)))
         return chosen
@@ -172,7 +174,9 @@ class _Resumption:
             if self._agreement.is_alone:
                 raise
             problem = str(error)
-        raise UserError(describe_conflict(self._share, self._scans, self._agreement.all_gather_object(problem)))
+        raise UserError(
+            describe_conflict(self._share, self._scans, self._agreement.all_gather_object(problem))
+        )
 
     def _explain(self, scan: DriveScan) -> None:
         """Raise the error why this rank cannot open what it has, if it cannot."""
@@ -180,7 +184,9 @@ class _Resumption:
         named = [folder for folder in self._drives.everywhere if folder in self._found]
         empty = [folder for folder in self._drives.folders if folder.is_dir() and folder not in self._found]
         try:
-            with Store.open(shard.paths if shard else named or empty or self._drives.folders, writes=False) as store:
+            with Store.open(
+                shard.paths if shard else named or empty or self._drives.folders, writes=False
+            ) as store:
                 self._state_after(store)
         except UserError as error:
             if not named or not empty:
@@ -198,7 +204,10 @@ class _Resumption:
             path
             for path, identity in self._found.items()
             if identity.store in chosen.replaced
-            or (identity.store not in chosen.stores and not chosen.stores.isdisjoint(identity.replaces.split()))
+            or (
+                identity.store not in chosen.stores
+                and not chosen.stores.isdisjoint(identity.replaces.split())
+            )
         ]
         # Folders on drives to leave whose removal had all but ended, and new ones that had just been begun.
         superfluous += [path for path in self._drives.leaving if path.is_dir() and not any(path.iterdir())]
@@ -210,7 +219,9 @@ class _Resumption:
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
             if turn == self._rank:
-                for path in filter(Path.is_dir, superfluous):  # first of all: without its manifest it is nothing
+                for path in filter(
+                    Path.is_dir, superfluous
+                ):  # first of all: without its manifest it is nothing
                     (path / MANIFEST_FILE).unlink(missing_ok=True)
                     sync_directory(path)
                 for path in superfluous:
@@ -244,11 +255,15 @@ class _Resumption:
                         for shard in mine
                     }
                 )
-                described = [(rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()]
+                described = [
+                    (rank, replace(state, checksums=[]).to_dict()) for rank, state in own_states.items()
+                ]
                 told = self._agreement.all_gather_object(described)
                 states = {rank: TrainingState.from_dict(state) for some in told for rank, state in some}
                 shards = [old.members[rank] for rank in sorted(old.members)]
-                sources = [self._layout_of(each.share, len(each.directories), states[each.rank]) for each in shards]
+                sources = [
+                    self._layout_of(each.share, len(each.directories), states[each.rank]) for each in shards
+                ]
                 counts: list[int] = self._agreement.all_gather_object(len(self._drives.folders))
                 targets = [
                     self._layout_of(share, count, states[0])
@@ -259,9 +274,13 @@ class _Resumption:
                 begun = True
                 new = self._all_or_none(lambda: self._create(target, old.stores, stack))
                 where = ", ".join(str(folder.parent) for folder in self._drives.folders)
-                with activity(f"moving the run: {format_bytes(_needed(target))} are copied to {where}", announced=True):
+                with activity(
+                    f"moving the run: {format_bytes(_needed(target))} are copied to {where}", announced=True
+                ):
                     readers = [shard.reader for shard in shards]
-                    sealed = RecordTransfer(sources, readers, stores, sums, targets, self._agreement).fill(new)
+                    sealed = RecordTransfer(sources, readers, stores, sums, targets, self._agreement).fill(
+                        new
+                    )
                     self._all_or_none(lambda: self._commit(new, target, sealed, states, run))
         except BaseException:
             if begun:  # the old set is as it was
@@ -292,7 +311,9 @@ class _Resumption:
             folder.mkdir()
             sync_directory(folder.parent)
         self._lock.add(self._successors)
-        return stack.enter_context(Store.create(self._successors, target.layout, replaces=" ".join(sorted(replaced))))
+        return stack.enter_context(
+            Store.create(self._successors, target.layout, replaces=" ".join(sorted(replaced)))
+        )
 
     def _commit(
         self,

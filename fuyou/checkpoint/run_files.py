@@ -35,7 +35,9 @@ class RunFiles:
     store: Store
     state: TrainingState  # State that the store holds, or will hold when it is filled
     run: str  # Random name of the run, equal on all ranks; empty with a single one
-    sums: dict[Extent, PartSums] = field(default_factory=dict)  # Checksums of the parts of every extent of the state
+    sums: dict[Extent, PartSums] = field(
+        default_factory=dict
+    )  # Checksums of the parts of every extent of the state
 
     def close(self) -> None:
         with self.lock:
@@ -43,7 +45,12 @@ class RunFiles:
 
 
 def create_run(
-    folders: Sequence[Path], layout: Layout, expected: TrainingState, agreement: Agreement, overwrite: bool, **io: Any
+    folders: Sequence[Path],
+    layout: Layout,
+    expected: TrainingState,
+    agreement: Agreement,
+    overwrite: bool,
+    **io: Any,
 ) -> RunFiles:
     """Create a new run with an empty store. An attempt that fails leaves no folder that was not there before.
 
@@ -112,7 +119,9 @@ def find_runs(paths: Iterable[Path], may_have_none: Container[Path] = ()) -> lis
                         "it with --resume, which settles where it lies, and verify it then."
                     )
         if not count and path not in may_have_none:
-            raise UserError(f"There is no run in {path}. Name what --ssd or --output named: finetune verify DIR.")
+            raise UserError(
+                f"There is no run in {path}. Name what --ssd or --output named: finetune verify DIR."
+            )
     return [distinct_paths(directories) for directories in runs.values()]
 
 

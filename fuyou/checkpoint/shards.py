@@ -46,7 +46,9 @@ class LocalShard:
     nodes: int  # Number of nodes of the run
     ranks_per_node: int
     rank: int  # Rank that the store belongs to
-    steps: Sequence[int]  # Steps that it could continue from, newest first; empty if directories of it are missing
+    steps: Sequence[
+        int
+    ]  # Steps that it could continue from, newest first; empty if directories of it are missing
     replaces: Sequence[str]  # Identities of the stores that it replaces, or has replaced
     # IN_PLACE: where its finder's store is to be, or next to it. IN_FOLDERS: in some of these folders, or of those to
     # leave. OF_RUN: elsewhere, and certainly of the run to continue. SIBLING: another rank's, maybe of another run.
@@ -89,7 +91,9 @@ def scan_drives(drives: Drives) -> tuple[DriveScan, dict[Path, Identity]]:
         shards = [shard for members in stores.values() if (shard := _read_shard(members, drives)) is not None]
     except FinetuneError as error:
         return DriveScan(host(), problem=str(error)), {}
-    return DriveScan(host(), shards), {path: each for members in stores.values() for path, each in members.items()}
+    return DriveScan(host(), shards), {
+        path: each for members in stores.values() for path, each in members.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from fuyou.layout.share import Share
 from fuyou.runtime.ranks import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
 
-PIECE_ELEMENTS = 4 << 20  # Elements of a record that are moved at once; a multiple of a page's, at two bytes each
+PIECE_ELEMENTS = (
+    4 << 20
+)  # Elements of a record that are moved at once; a multiple of a page's, at two bytes each
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class RecordTransfer:
         target = self._targets[self._rank]
         sealed = []
         for record in target.records:
-            extents = {part: target.extent(record.index, part) for part in (PARTS if record.trainable else PARTS[:1])}
+            extents = {
+                part: target.extent(record.index, part) for part in (PARTS if record.trainable else PARTS[:1])
+            }
             sums = {
                 part: ExtentChecksums(
                     extent, store.directories, sealed_name(record, part), target.ends(record.index, part)
@@ -159,7 +163,9 @@ class RecordTransfer:
                 extent = extents[kind.part]
                 of_part = sums[kind.part]
                 for start in range(0, longest, PIECE_ELEMENTS):
-                    begin, end, data = self._gather(record.index, kind, start, min(start + PIECE_ELEMENTS, longest))
+                    begin, end, data = self._gather(
+                        record.index, kind, start, min(start + PIECE_ELEMENTS, longest)
+                    )
                     writing = [
                         store.write(extent, data[first : first + nbytes].numpy(), at, nbytes, of_part)
                         for at, first, nbytes in target.byte_runs(record.index, kind, begin, end)
@@ -167,7 +173,8 @@ class RecordTransfer:
                     for future in writing:
                         future.result()
             sealed += [
-                ChecksummedExtent(sealed_name(record, part), extents[part], each.parts()) for part, each in sums.items()
+                ChecksummedExtent(sealed_name(record, part), extents[part], each.parts())
+                for part, each in sums.items()
             ]
         return sealed
 
@@ -191,7 +198,9 @@ class RecordTransfer:
         self._agreement.exchange(sends, receives)
         return begin, end, mine
 
-    def _read(self, source: int, index: int, kind: ValueKind, first: int, last: int, data: torch.Tensor) -> None:
+    def _read(
+        self, source: int, index: int, kind: ValueKind, first: int, last: int, data: torch.Tensor
+    ) -> None:
         """Read elements ``[first, last)``, and check them together with the rest of the parts that they are in."""
         layout = self._sources[source]
         store = self._stores[source]
@@ -202,7 +211,11 @@ class RecordTransfer:
         checked = CheckedExtent(what, extent, ends, self._sums[source][extent])
         for at, offset, nbytes in layout.byte_runs(index, kind, first, last):
             start, end = checked.covering(at, nbytes)
-            whole = data[offset : offset + nbytes].numpy() if nbytes == end - start else aligned_bytes(end - start)
+            whole = (
+                data[offset : offset + nbytes].numpy()
+                if nbytes == end - start
+                else aligned_bytes(end - start)
+            )
             store.read(checked, whole, start, end - start).result()
             if nbytes < end - start:
                 data[offset : offset + nbytes] = torch.from_numpy(whole[at - start : at - start + nbytes])

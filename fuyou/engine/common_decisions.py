@@ -74,7 +74,9 @@ def with_common_dtype(config: EngineConfig, device: Device, agreement: Agreement
 def check_io(config: EngineConfig, device: Device) -> None:
     """Raise a UserError if kvikio is to read into the memory of a device that is no GPU."""
     if config.store.direct_reads and device.torch_device.type != "cuda":
-        raise UserError(f"--io kvikio reads into a GPU's memory, and this run computes on {device.name}: leave it out.")
+        raise UserError(
+            f"--io kvikio reads into a GPU's memory, and this run computes on {device.name}: leave it out."
+        )
 
 
 def common_limits(config: EngineConfig, device: Device, agreement: Agreement) -> tuple[int, int]:
@@ -83,7 +85,9 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
     The ranks must plan alike, for their collectives to match.
     """
     memory = config.memory
-    host, on_device = memory_limits(device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node)
+    host, on_device = memory_limits(
+        device, memory.host_memory, memory.device_memory, agreement.share.ranks_per_node
+    )
     if config.store.direct_reads:
         host -= BOUNCE_BYTES * IO_THREADS * len(config.store.folders)
     hosts, devices = zip(*agreement.all_gather_object((host, on_device)), strict=True)
@@ -91,7 +95,12 @@ def common_limits(config: EngineConfig, device: Device, agreement: Agreement) ->
 
 
 def prove_once(
-    config: EngineConfig, model: PreTrainedConfig, agreement: Agreement, *, pieces: bool = False, chunks: bool = False
+    config: EngineConfig,
+    model: PreTrainedConfig,
+    agreement: Agreement,
+    *,
+    pieces: bool = False,
+    chunks: bool = False,
 ) -> None:
     """See on rank 0 that a family can be trained out of core, or with blocks in ``pieces``, or rows in ``chunks``, and
     let all ranks know.
@@ -134,7 +143,9 @@ def check_memory(host_bytes: int, agreement: Agreement) -> None:
     ranks_per_node = agreement.share.ranks_per_node
     needed = host_bytes * ranks_per_node
     if needed > available:
-        among = f" ({ranks_per_node} ranks with {format_bytes(host_bytes)} each)" if ranks_per_node > 1 else ""
+        among = (
+            f" ({ranks_per_node} ranks with {format_bytes(host_bytes)} each)" if ranks_per_node > 1 else ""
+        )
         raise UserError(
             f"This run would take {format_bytes(needed)} of host memory{among}, and {format_bytes(available)} are "
             "available (other programs and control groups counted): the system would end it on the way. Lower "

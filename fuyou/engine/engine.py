@@ -79,9 +79,13 @@ class Engine(EngineFigures):
             raise TypeError(f"Engine takes a config or options by name, not both: {', '.join(options)}")
         config = config or EngineConfig.of(**options)
         if not isinstance(model, str | os.PathLike | PreTrainedConfig | RunPlan):
-            raise UserError(f"Engine takes a checkpoint's directory or a configuration, not a {type(model).__name__}.")
+            raise UserError(
+                f"Engine takes a checkpoint's directory or a configuration, not a {type(model).__name__}."
+            )
         self.lr = config.optimizer.lr
-        self._model = (model.job.model.checkpoint or model.job.config) if isinstance(model, RunPlan) else model
+        self._model = (
+            (model.job.model.checkpoint or model.job.config) if isinstance(model, RunPlan) else model
+        )
         self._asked = config
         _release(config)
         self._pid = os.getpid()
@@ -205,7 +209,9 @@ class Engine(EngineFigures):
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         for holder in [*model.modules(), *configurations(model)]:
-            for name in [name for name, value in vars(holder).items() if "drop" in name and isinstance(value, float)]:
+            for name in [
+                name for name, value in vars(holder).items() if "drop" in name and isinstance(value, float)
+            ]:
                 setattr(holder, name, 0.0)
 
     @contextmanager
@@ -393,7 +399,9 @@ def _explain_options() -> None:
     for item, meaning in explained_options():
         default = inspect.Parameter.empty if item.default is MISSING else item.default
         parameters.append(
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=item.type)
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=item.type
+            )
         )
         label = f"        {item.name}: "
         text += textwrap.fill(meaning, 120, initial_indent=label, subsequent_indent=" " * 12) + "\n"

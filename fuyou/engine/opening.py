@@ -107,7 +107,9 @@ class OpenRun:
         assert self.files is not None
         chunk_elements = self.runtime.memory_plan.chunk_elements
         slot = self.commits.state.slot
-        return StoreReader(self.files.store, self.layout, self.commits.sums, chunk_elements, slot, self.topology)
+        return StoreReader(
+            self.files.store, self.layout, self.commits.sums, chunk_elements, slot, self.topology
+        )
 
     def close(self) -> None:
         """Close everything that is open, the last one first; a failure of one does not keep the others."""
@@ -121,7 +123,9 @@ class OpenRun:
 
     # -- one after the other --------------------------------------------------------------------------------------
 
-    def _open_device(self, model: str | os.PathLike[str] | PreTrainedConfig | RunPlan, config: EngineConfig) -> None:
+    def _open_device(
+        self, model: str | os.PathLike[str] | PreTrainedConfig | RunPlan, config: EngineConfig
+    ) -> None:
         if torch.get_default_device().type != "cpu":
             raise UserError(
                 f"PyTorch makes all tensors on {torch.get_default_device()}, and the engine needs some on the host: "

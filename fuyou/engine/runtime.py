@@ -99,11 +99,15 @@ class Runtime:
             UserError: if they do not hold what a step needs.
         """
         before = self._planner.layout
-        self._planner.layout = replace(before, images=before.images or room.images, padded=before.padded or room.padded)
+        self._planner.layout = replace(
+            before, images=before.images or room.images, padded=before.padded or room.padded
+        )
         try:
             memory = self._options.memory
             loss = LossInputs(room.outputs, room.reference)
-            self.memory_plan = self._planner.plan(room.rows, room.seq_len, memory.micro_batch, loss, memory.chunk)
+            self.memory_plan = self._planner.plan(
+                room.rows, room.seq_len, memory.micro_batch, loss, memory.chunk
+            )
         except BaseException:
             self._planner.layout = before
             raise
@@ -113,7 +117,9 @@ class Runtime:
         """Largest batches that the memory plan is for."""
         batch = self.memory_plan.batch
         layout = self._planner.layout
-        return Room(batch.rows, batch.seq_len, layout.images, layout.padded, batch.loss.outputs, batch.loss.reference)
+        return Room(
+            batch.rows, batch.seq_len, layout.images, layout.padded, batch.loss.outputs, batch.loss.reference
+        )
 
     def attach(self, files: RunFiles, extents: list[RecordExtents]) -> None:
         """Train what is in these files; what was read and written before is not counted as training's.

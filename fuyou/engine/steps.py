@@ -102,7 +102,9 @@ class Steps:
         if train:
             current.loss = math.nan  # until the caller notes it
             norm = None if self.norm_parameter is None else (self.norm_parameter, self.gradient_norm)
-            values = streamed_values(values, lambda grads: self._token_backward(current, passing, grads), norm)
+            values = streamed_values(
+                values, lambda grads: self._token_backward(current, passing, grads), norm
+            )
         aux_loss = values.pop(AUX_LOSS, None)
         mask = batch.targets != IGNORED
         result = TokenOutput(values, mask, aux_loss)
@@ -154,7 +156,9 @@ class Steps:
                 "goes back to the last committed step."
             )
 
-    def _begin(self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None) -> StepComputation:
+    def _begin(
+        self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None
+    ) -> StepComputation:
         run = self._run
         runtime = self._run.runtime
         start_time = time.monotonic()
@@ -164,7 +168,9 @@ class Steps:
         micro = self._micro_batches(batch)
         with self._indivisible():
             run.commits.begin(update)
-            tasks = runtime.scheduler.training_step(step, shape, commit=step % run.config.store.commit_every == 0)
+            tasks = runtime.scheduler.training_step(
+                step, shape, commit=step % run.config.store.commit_every == 0
+            )
             current = self._current = self._computation(tasks, micro, labels, start_time, passing)
             runtime.submit(tasks)
             with self._shown(current):
@@ -182,11 +188,15 @@ class Steps:
             doing.share = lambda: current.share
             yield
 
-    def _token_backward(self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]) -> None:
+    def _token_backward(
+        self, current: StepComputation, passing: TokenPass, gradients: dict[str, torch.Tensor]
+    ) -> None:
         self._check_backward(current)
         aux = gradients.pop(AUX_LOSS, None)
         factor = 0.0 if aux is None else float(aux)
-        finite = math.isfinite(factor) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        finite = math.isfinite(factor) and all(
+            bool(gradient.isfinite().all()) for gradient in gradients.values()
+        )
         factors, all_finite = zip(*self._run.agreement.all_gather_object((factor, finite)), strict=True)
         factor = sum(factors)
         finite = all(all_finite)
@@ -202,7 +212,9 @@ class Steps:
         if current is not self._current:
             raise FinetuneError("The step of this loss has ended: call backward() before engine.step().")
         if current.complete:
-            raise FinetuneError("backward() was called twice: the blocks stream once. Call engine.step() now.")
+            raise FinetuneError(
+                "backward() was called twice: the blocks stream once. Call engine.step() now."
+            )
 
     def _backward(self, current: StepComputation) -> None:
         self._check_backward(current)
@@ -289,7 +301,9 @@ class Steps:
         run = self._run
         if run.agreement.is_alone:
             return current.parameters.gradient_norm()
-        reductions = [task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)]
+        reductions = [
+            task for task in current.tasks.tasks if task.op in (Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
+        ]
         run.runtime.plane.executor.wait(reductions)
         run.device.synchronize()
         watch = run.write_watch
@@ -314,7 +328,9 @@ class Steps:
             computation.router = None
         return self._whole_loss(computation)
 
-    def _evaluate(self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None) -> StepComputation:
+    def _evaluate(
+        self, batch: TrainingBatch, labels: int, passing: TokenPass | None = None
+    ) -> StepComputation:
         run = self._run
         runtime = self._run.runtime
         shape = runtime.batch_shape(*batch.size, ENGINE_LOSS if passing is None else passing.loss_inputs)
@@ -331,7 +347,9 @@ class Steps:
                 except BaseException:
                     # What waits for the rest of this pass must not wait for ever: nothing reads what it leaves.
                     with self._indivisible():
-                        runtime.plane.executor.finish_all(task for task in tasks.tasks if task.op is Op.COMPUTE)
+                        runtime.plane.executor.finish_all(
+                            task for task in tasks.tasks if task.op is Op.COMPUTE
+                        )
                     raise
             finally:
                 runtime.accounting.take()
@@ -355,16 +373,22 @@ class Steps:
         refusals, counts = zip(*self._run.agreement.all_gather_object(result), strict=True)
         for rank, words in enumerate(refusals):
             if words is not None:
-                raise refusal or UserError(f"Rank {rank} was given a batch that cannot be trained on: {words}")
+                raise refusal or UserError(
+                    f"Rank {rank} was given a batch that cannot be trained on: {words}"
+                )
         assert batch is not None
         if not sum(counts):
-            raise UserError("No token of this batch has a label (all are -100): there is nothing to learn from it.")
+            raise UserError(
+                "No token of this batch has a label (all are -100): there is nothing to learn from it."
+            )
         return batch, sum(counts)
 
     def _fit(self, batch: TrainingBatch, loss: LossInputs = ENGINE_LOSS) -> None:
         """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
         runtime = self._run.runtime
-        in_chunks = batch.size[1] > (runtime.memory_plan.batch.chunk or batch.size[1])  # attention makes no mask then
+        in_chunks = batch.size[1] > (
+            runtime.memory_plan.batch.chunk or batch.size[1]
+        )  # attention makes no mask then
         local = Room(*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
         of_all = self._run.agreement.all_gather_object(local)
         needed = Room(*map(max, zip(runtime.room, *of_all, strict=True)))
@@ -397,7 +421,15 @@ class Steps:
         passing: TokenPass | None = None,
     ) -> StepComputation:
         runtime = self._run.runtime
-        step = self._run.model, runtime.plane, tasks, micro_batches, labels, runtime.recomputations, start_time
+        step = (
+            self._run.model,
+            runtime.plane,
+            tasks,
+            micro_batches,
+            labels,
+            runtime.recomputations,
+            start_time,
+        )
         return StepComputation(*step) if passing is None else TokenComputation(passing, *step)
 
     def _whole_loss(self, computation: StepComputation) -> float:

@@ -34,7 +34,9 @@ class TokenOutput:
 
     aux_coefficient = 0.0
 
-    def __init__(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor, aux_loss: torch.Tensor | None = None):
+    def __init__(
+        self, values: Mapping[str, torch.Tensor], mask: torch.Tensor, aux_loss: torch.Tensor | None = None
+    ):
         self._values = dict(values)
         self.mask = mask
         self.aux_loss = aux_loss
@@ -46,7 +48,9 @@ class TokenOutput:
     def __getattr__(self, name: str) -> torch.Tensor:
         if name.startswith("_") or name not in self._values:
             known = ", ".join(self.__dict__.get("_values", ()))
-            raise AttributeError(f"tokens() was called for {known}, and not for {name!r}: name it in outputs=")
+            raise AttributeError(
+                f"tokens() was called for {known}, and not for {name!r}: name it in outputs="
+            )
         return self._values[name]
 
     def keys(self) -> list[str]:
@@ -88,7 +92,9 @@ class TokenRequest:
         for name, value in self.inputs.items():
             if not isinstance(value, torch.Tensor) or value.shape[:2] != (rows, positions):
                 shape = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise UserError(f"inputs[{name!r}] is {shape}: it must be a tensor [{rows}, {positions}, ...].")
+                raise UserError(
+                    f"inputs[{name!r}] is {shape}: it must be a tensor [{rows}, {positions}, ...]."
+                )
         inputs = {name: value.cpu() for name, value in self.inputs.items()}
         head = TokenHead(self.outputs, self.head, classes)
         few = torch.zeros(2, dtype=torch.int64)
@@ -142,6 +148,12 @@ class _StreamedValues(torch.autograd.Function):
             )
         streamed = ctx.streamed
         ctx.streamed = None
-        streamed({name: gradient for name, gradient in zip(ctx.names, gradients, strict=True) if gradient is not None})
+        streamed(
+            {
+                name: gradient
+                for name, gradient in zip(ctx.names, gradients, strict=True)
+                if gradient is not None
+            }
+        )
         norm = None if ctx.norm_of is None else torch.tensor(ctx.norm_of())
         return norm, *(None,) * (3 + len(gradients))

@@ -156,7 +156,9 @@ class _Forward:
         if getattr(getattr(replaced, "__func__", replaced), "__closure__", None) is not None:
             told = inspect.getclosurevars(getattr(replaced, "__func__", replaced)).nonlocals
             model._streamed.temperature = float(told.get("temperature", model._streamed.temperature))
-            if not model._is_reference:  # whose pass is as the model's, so that equal weights give equal numbers
+            if (
+                not model._is_reference
+            ):  # whose pass is as the model's, so that equal weights give equal numbers
                 model._streamed.fused = tuple(told.get("outputs", model._streamed.fused))
 
 
@@ -173,7 +175,10 @@ class _Facade(PreTrainedModel):
         streamed = self._streamed
         streamed.check_trainer()
         bound = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
-        batch = {**bound.pop("kwargs", {}), **{name: value for name, value in bound.items() if value is not None}}
+        batch = {
+            **bound.pop("kwargs", {}),
+            **{name: value for name, value in bound.items() if value is not None},
+        }
         fused = batch.pop("fused_lm_head", False)
         items = batch.pop("num_items_in_batch", None)
         routed = batch.get("output_router_logits", False)
@@ -188,7 +193,9 @@ class _Facade(PreTrainedModel):
             logits = give(batch, ("logits",)).logits.squeeze(1)
             loss = None
             if labels is not None:
-                loss = self.loss_function(labels=labels, logits=logits, pooled_logits=logits, config=self.config)
+                loss = self.loss_function(
+                    labels=labels, logits=logits, pooled_logits=logits, config=self.config
+                )
             return SequenceClassifierOutput(loss=loss, logits=logits)
         if labels is None:
             raise UserError(
@@ -267,7 +274,9 @@ class _Facade(PreTrainedModel):
 
 @functools.cache
 def _forward_of(kind: type) -> Callable[..., Any]:
-    family = next(c for c in kind.__mro__ if c.__module__.startswith("transformers.") and "forward" in vars(c))
+    family = next(
+        c for c in kind.__mro__ if c.__module__.startswith("transformers.") and "forward" in vars(c)
+    )
 
     @torch.compiler.disable  # so that torch_compile is refused by EngineOptimizer, not by the compiler
     @functools.wraps(vars(family)["forward"])

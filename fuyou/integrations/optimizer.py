@@ -78,8 +78,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         optimizer = self._engine._run.config.optimizer.optimizer
         asked = str(getattr(args.optim, "value", args.optim))
-        if not asked.removeprefix("paged_").startswith("adamw"):  # others by that name (GaLore's, APOLLO's) are not it
-            raise UserError(f"optim={asked!r}: the engine was opened with optimizer={optimizer!r}. Leave optim out.")
+        if not asked.removeprefix("paged_").startswith(
+            "adamw"
+        ):  # others by that name (GaLore's, APOLLO's) are not it
+            raise UserError(
+                f"optim={asked!r}: the engine was opened with optimizer={optimizer!r}. Leave optim out."
+            )
         step = trainer.state.global_step
         engine_step = self._engine.step_count
         if step and not self._is_loaded and step != engine_step:

@@ -54,7 +54,8 @@ def cut_blocks(
         tower=new_index(layout.tower),
         orders=tuple(orders),
         piece_bytes=piece_bytes,
-        widened=sum(_compressed_weights(record) for record in layout.records) - sum(map(_compressed_weights, records)),
+        widened=sum(_compressed_weights(record) for record in layout.records)
+        - sum(map(_compressed_weights, records)),
     )
 
 
@@ -63,7 +64,11 @@ def _piece_of(record: Record, index: int, name: str, piece: Piece) -> Record:
     parts = {part.name: part for part in piece}
     whole = [(slots[part.name], part.experts) for part in piece]
     entries = [
-        (slot.names, slot.shape if experts is None else (experts[1] - experts[0], *slot.shape[1:]), slot.decay)
+        (
+            slot.names,
+            slot.shape if experts is None else (experts[1] - experts[0], *slot.shape[1:]),
+            slot.decay,
+        )
         for slot, experts in whole
     ]
     held = [part.name for part in piece if not slots[part.name].trained]
@@ -157,7 +162,11 @@ def whole_elements(records: Iterable[Record], reads_rows: Callable[[str], bool])
     """
     most = 0
     for record in records:
-        whole = [slot for slot in record.parameters if not reads_rows(slot.names[0]) and slot.compressed is None]
-        cut = sum(slot.numel // slot.shape[0] * slot.all_experts for slot in whole if slot.experts is not None)
+        whole = [
+            slot for slot in record.parameters if not reads_rows(slot.names[0]) and slot.compressed is None
+        ]
+        cut = sum(
+            slot.numel // slot.shape[0] * slot.all_experts for slot in whole if slot.experts is not None
+        )
         most = max(most, cut + max((slot.numel for slot in whole if slot.experts is None), default=0))
     return most

@@ -12,7 +12,15 @@ import torch
 
 from common.errors import UserError
 from common.hardware import kernels_of
-from common.quantization import dequantize, dequantize_nf4, fuses, nf4_nbytes, quantize, quantize_nf4, quantized_nbytes
+from common.quantization import (
+    dequantize,
+    dequantize_nf4,
+    fuses,
+    nf4_nbytes,
+    quantize,
+    quantize_nf4,
+    quantized_nbytes,
+)
 
 ROW_ELEMENTS = 1 << 20  # Elements of a row. A CPU decodes row by row, to use little memory.
 # Rows that an accelerator decodes at once where PyTorch cannot compile, to launch fewer kernels. Compiled, one kernel

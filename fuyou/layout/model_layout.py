@@ -23,7 +23,9 @@ class Phase(Enum):
     BLOCK_BACKWARD = "backward"
     EMBED_BACKWARD = "embedding backward"
 
-    __hash__ = object.__hash__  # there is one object for each member; Enum's own hash runs in Python, millions of times
+    __hash__ = (
+        object.__hash__
+    )  # there is one object for each member; Enum's own hash runs in Python, millions of times
 
 
 BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})  # Phases before the head
@@ -106,13 +108,20 @@ class BufferCounts:
     ssd_saved: int = 0
 
     def device(self, kind: Kind) -> int:
-        return (self.device_blocks, self.device_non_block, self.device_adapters, self.device_towers)[_ORDER[kind]]
+        return (self.device_blocks, self.device_non_block, self.device_adapters, self.device_towers)[
+            _ORDER[kind]
+        ]
 
     def host(self, kind: Kind) -> int:
         return (self.host_blocks, self.host_non_block, self.host_adapters, self.host_towers)[_ORDER[kind]]
 
     def device_gradients(self, kind: Kind) -> int:
-        counts = (self.device_block_gradients, self.device_non_block_gradients, self.device_adapter_gradients, 0)
+        counts = (
+            self.device_block_gradients,
+            self.device_non_block_gradients,
+            self.device_adapter_gradients,
+            0,
+        )
         return counts[_ORDER[kind]]
 
     def host_gradients(self, kind: Kind) -> int:
@@ -154,7 +163,9 @@ class KeyMemory:
     gradients: int = 0  # Sums of their gradients
     computing: int = 0  # What a later chunk makes of them
     arguments: int = 0  # What blocks are called with, next to hidden states
-    pairs: int = 0  # For each query and key: what the family's own attention makes of them; 0: tiles are computed
+    pairs: int = (
+        0  # For each query and key: what the family's own attention makes of them; 0: tiles are computed
+    )
     masks: int = 0  # For each query and key: masks
     states: int = 0  # For each chunk, not for each token: states that the next one begins with
     state_gradients: int = 0  # Once: their gradients
@@ -181,7 +192,9 @@ class ModelLayout:
     tower: int | None = None  # Index of the record of frozen towers, which the embedding uses
     block_adapter_memory: AdapterMemory = NO_ADAPTERS  # Of adapters in the block that needs the most
     non_block_adapter_memory: AdapterMemory = NO_ADAPTERS  # By tokens that go through the head at once
-    hidden_size: int = 0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
+    hidden_size: int = (
+        0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
+    )
     carried_bytes: Callable[[int], int] = no_bytes  # Device bytes per row passed on besides hidden states
     key_memory: Callable[[], KeyMemory] = KeyMemory  # Of the block that needs the most
     image_memory: ImageMemory = NO_IMAGES  # Memory of images, per token, in batches with images
@@ -192,7 +205,9 @@ class ModelLayout:
     router_experts: int = 0  # Number of experts of routers whose loss is added; otherwise 0
     orders: tuple[PieceOrder, ...] = ()  # For each block, the order of its pieces; empty if all are whole
     piece_bytes: int | None = None  # Requested size of the largest piece; None: blocks are not in pieces
-    widened: int = 0  # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
+    widened: int = (
+        0  # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
+    )
     read_whole: int = 0  # Elements (up to 4 bytes) in memory while filling, if rows are not read alone
 
     @property
@@ -208,7 +223,9 @@ class ModelLayout:
 
     @cached_property
     def sizes(self) -> dict[Kind, KindSizes]:
-        return {kind: KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind}
+        return {
+            kind: KindSizes.of([record for record in self.records if record.kind is kind]) for kind in Kind
+        }
 
     @cached_property
     def decoded_nbytes(self) -> int:
@@ -227,7 +244,8 @@ class ModelLayout:
     def trained_precision(self) -> Precision:
         """Return the precision of the trained records with the most state bytes per parameter."""
         return max(
-            (self.records[index].precision for index in self.trainable), key=lambda precision: precision.state_bytes
+            (self.records[index].precision for index in self.trainable),
+            key=lambda precision: precision.state_bytes,
         )
 
     @cached_property
@@ -281,7 +299,9 @@ class ModelLayout:
 
     def _list_visits(self, train: bool, micro_batches: int, own_loss: bool, together: int) -> list[Visit]:
         layers = range(len(self.blocks))
-        groups = [range(first, min(first + together, micro_batches)) for first in range(0, micro_batches, together)]
+        groups = [
+            range(first, min(first + together, micro_batches)) for first in range(0, micro_batches, together)
+        ]
         forward = [Visit(Phase.EMBED_FORWARD, self.embedding, None, self.embedding_adapter, self.tower)]
         forward += [visit for layer in layers for visit in self._block_forward(layer, groups)]
         if not train or own_loss:
@@ -291,7 +311,9 @@ class ModelLayout:
         head = Visit(Phase.HEAD, self.head, len(layers), self.head_adapter)
         embedding = Visit(Phase.EMBED_BACKWARD, self.embedding, None, self.embedding_adapter, self.tower)
         backward = [self._trains(head)]
-        backward += [visit for layer in reversed(layers) for visit in self._block_backward(layer, micro_batches)]
+        backward += [
+            visit for layer in reversed(layers) for visit in self._block_backward(layer, micro_batches)
+        ]
         backward.append(self._trains(embedding))
         last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
         ending = (backward[last].phase, backward[last].layer)
@@ -337,7 +359,9 @@ class ModelLayout:
             alone = [range(micro, micro + 1) for micro in range(micro_batches)]
             visits = [replace(visit, micros=micros) for micros in alone for visit in visits]
         ends = {*{visit.trained: index for index, visit in enumerate(visits)}.values()}
-        return [visit if index in ends else replace(visit, completes=False) for index, visit in enumerate(visits)]
+        return [
+            visit if index in ends else replace(visit, completes=False) for index, visit in enumerate(visits)
+        ]
 
     def _adapter(self, layer: int) -> int | None:
         return self.block_adapters[layer] if self.block_adapters else None
@@ -353,7 +377,9 @@ class Recomputation:
 
     layers: frozenset[int] = frozenset()  # Blocks that save outputs of operators besides their input
     saved: float = 0.0  # Fraction of the forward pass's FLOPs that is not computed again in these blocks
-    unneeded: float = 0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
+    unneeded: float = (
+        0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
+    )
 
     def saving_nothing(self) -> "Recomputation":
         """Return it for blocks that save their input alone."""

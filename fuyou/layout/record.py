@@ -49,7 +49,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # Dtypes by the names 
 class Precision:
     """Dtypes of parameters, gradients, and optimizer states."""
 
-    dtype: torch.dtype  # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
+    dtype: (
+        torch.dtype
+    )  # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
     optimizer: str = ADAMW  # Name of the optimizer, which decides what is kept of each parameter
 
     @classmethod
@@ -59,7 +61,10 @@ class Precision:
         Raises:
             UserError: if a name or the optimizer is unknown.
         """
-        for option, value, choices in (("dtype", dtype, DTYPES), ("optimizer", optimizer, (ADAMW, ADAMW_8BIT))):
+        for option, value, choices in (
+            ("dtype", dtype, DTYPES),
+            ("optimizer", optimizer, (ADAMW, ADAMW_8BIT)),
+        ):
             if value not in choices:
                 raise UserError(
                     f"{option} must be {' or '.join(choices)}, not {value!r}.{did_you_mean(str(value), choices)}"
@@ -142,7 +147,9 @@ class Record:
     decayed: int  # Elements of the part with weight decay, padding included
     numel: int  # Elements of the whole record, padding included
     frozen: FrozenDtype = FrozenDtype.PLAIN  # Format in which it is stored, if it is frozen
-    share: Share = ALONE  # Share of this rank. With several ranks, the record is padded so that all have equal parts.
+    share: Share = (
+        ALONE  # Share of this rank. With several ranks, the record is padded so that all have equal parts.
+    )
 
     @staticmethod
     def build(
@@ -177,7 +184,9 @@ class Record:
                 if decay is part:
                     trained = names[0] not in held
                     stored = (compressed or {}).get(names[0])
-                    slot = ParameterSlot(names, tuple(shape), position, decay, trained, stored, wide=names[0] in wide)
+                    slot = ParameterSlot(
+                        names, tuple(shape), position, decay, trained, stored, wide=names[0] in wide
+                    )
                     slots.append(slot)
                     position = round_up(position + slot.span, ALIGN_ELEMENTS)
             position = round_up(position, pages)
@@ -225,7 +234,9 @@ class Record:
         Padding is zero, and need not be sent.
         """
         used = self._stored_nbytes(max(0, self.used - self.decayed)) if self.decoded_nbytes else self.used
-        return [max(0, min(self.stored, used - rank * self.stored)) for rank in range(self.share.ranks_per_node)]
+        return [
+            max(0, min(self.stored, used - rank * self.stored)) for rank in range(self.share.ranks_per_node)
+        ]
 
     @property
     def filled_parts(self) -> list[int]:
@@ -263,7 +274,9 @@ class Record:
     @property
     def first_nbytes(self) -> int:
         """Return the bytes that are written to a new store: all but moments, which are zero."""
-        low = self.precision.components[0].nbytes(self.owned) if self.trainable and self.precision.split else 0
+        low = (
+            self.precision.components[0].nbytes(self.owned) if self.trainable and self.precision.split else 0
+        )
         return self.parameter_nbytes + low
 
     @property
@@ -330,7 +343,10 @@ class Record:
         for slot in self.parameters:
             stop = slot.offset + slot.numel
             following = (slot.offset // self.owned + 1) * self.owned
-            starts[slot.name] = [*range(slot.offset, min(slot.offset + 1, stop)), *range(following, stop, self.owned)]
+            starts[slot.name] = [
+                *range(slot.offset, min(slot.offset + 1, stop)),
+                *range(following, stop, self.owned),
+            ]
         return starts
 
     def decode(self, payload: torch.Tensor, flat: torch.Tensor) -> None:
@@ -368,12 +384,17 @@ class Record:
         """Return the layout as JSON, without the share, for the model's fingerprint."""
         held = [slot.name for slot in self.parameters if not slot.trained]
         experts = {slot.names[0]: list(slot.experts) for slot in self.parameters if slot.experts is not None}
-        compressed = {slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None}
+        compressed = {
+            slot.name: slot.compressed.to_dict() for slot in self.parameters if slot.compressed is not None
+        }
         wide = [slot.name for slot in self.parameters if slot.wide]
         return {
             "name": self.name,
             "kind": self.kind.value,
-            "dtypes": [str(self.precision.dtype).removeprefix("torch."), "float32"],  # the second: of moments, once
+            "dtypes": [
+                str(self.precision.dtype).removeprefix("torch."),
+                "float32",
+            ],  # the second: of moments, once
             **({"optimizer": self.precision.optimizer} if self.precision.optimizer != ADAMW else {}),
             "trainable": self.trainable,
             "frozen": self.frozen.value,

@@ -87,7 +87,9 @@ class ParameterSlot:
 
     @property
     def name(self) -> str:
-        return self.names[0] if self.experts is None else f"{self.names[0]}[{self.experts[0]}:{self.experts[1]}]"
+        return (
+            self.names[0] if self.experts is None else f"{self.names[0]}[{self.experts[0]}:{self.experts[1]}]"
+        )
 
     @property
     def part(self) -> PiecePart:

@@ -83,5 +83,7 @@ class RecordSums:
             for part in PARTS:
                 for extent in self._extents[record.index, part][slot if record.trainable else 0 :][:1]:
                     if extent in self._sums:
-                        entries.append(ChecksummedExtent(sealed_name(record, part), extent, self._sums[extent]))
+                        entries.append(
+                            ChecksummedExtent(sealed_name(record, part), extent, self._sums[extent])
+                        )
         return entries

@@ -34,7 +34,9 @@ def chunk_survey(stack: StreamedModel) -> ChunkSurvey:
         _SURVEYS[stack] = ChunkSurvey()
         for dense in (False, True) if not (stack.links.carried or stack.links.shared) else ():
             stack.masks_chunks = dense
-            with contextlib.suppress(Exception):  # of a family's code, which may want another kind of cache, or a mask
+            with contextlib.suppress(
+                Exception
+            ):  # of a family's code, which may want another kind of cache, or a mask
                 _SURVEYS[stack] = _survey(stack)
                 break
     return _SURVEYS[stack]
@@ -50,7 +52,9 @@ def _survey(stack: StreamedModel) -> ChunkSurvey:
             stack.run_on_meta(index, calls, row)
         return counter.nbytes - before
 
-    first, *later = (stack.calls_on_meta(META_TOKENS, (start, length)) for start in (0, META_TOKENS, 3 * META_TOKENS))
+    first, *later = (
+        stack.calls_on_meta(META_TOKENS, (start, length)) for start in (0, META_TOKENS, 3 * META_TOKENS)
+    )
     assert first.cache is not None
     blocks: list[BlockKeys] = []
     most, attends_first, seen_at = 0, True, 0
@@ -102,7 +106,9 @@ def chunk_flops(stack: StreamedModel, start: int, length: int, tokens: int) -> f
     assert calls.cache is not None
     flops: dict[Any, int] = {}
     keys = chunk_survey(stack).keys
-    kinds = [(type(block), keys[index], calls.cache.window(index)) for index, block in enumerate(stack.blocks)]
+    kinds = [
+        (type(block), keys[index], calls.cache.window(index)) for index, block in enumerate(stack.blocks)
+    ]
     for index, kind in enumerate(kinds):
         if kind not in flops:
             with FlopCounterMode(display=False) as counter:

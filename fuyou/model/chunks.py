@@ -30,7 +30,9 @@ class BlockKeys:
     """Shapes of what one block keeps of a row: of each token, its keys and its values, in the order in which it adds
     them, and of each chunk the states that it leaves for the next one."""
 
-    shapes: tuple[tuple[int, ...], ...]  # Of each part, for one token: the dimension before the last counts tokens
+    shapes: tuple[
+        tuple[int, ...], ...
+    ]  # Of each part, for one token: the dimension before the last counts tokens
     dtype: torch.dtype
     states: tuple[tuple[State, tuple[int, ...], torch.dtype], ...] = ()
 
@@ -63,9 +65,14 @@ class BlockKeys:
     @property
     def state_nbytes(self) -> int:
         """Return the bytes that these take."""
-        return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) for _, shape, dtype in self.states) * _ALIGNMENT
+        return (
+            sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) for _, shape, dtype in self.states)
+            * _ALIGNMENT
+        )
 
-    def row(self, flat: torch.Tensor, sums: torch.Tensor | None, start: int, length: int, chunk: int) -> "RowKeys":
+    def row(
+        self, flat: torch.Tensor, sums: torch.Tensor | None, start: int, length: int, chunk: int
+    ) -> "RowKeys":
         """Return a row of ``length`` tokens as the chunk finds it whose first token is ``start``.
 
         Args:
@@ -75,7 +82,9 @@ class BlockKeys:
         """
         number = -(-start // chunk)
         last = (length - 1) // chunk
-        bounds = [self.row_nbytes(length, length) + self.state_nbytes * (number + offset) for offset in (-1, 0)]
+        bounds = [
+            self.row_nbytes(length, length) + self.state_nbytes * (number + offset) for offset in (-1, 0)
+        ]
         gradients = None
         passed = None
         if sums is not None:
@@ -95,7 +104,9 @@ class BlockKeys:
 
     def row_nbytes(self, length: int, chunk: int) -> int:
         """Return the bytes of what the block keeps of a row of ``length`` tokens."""
-        return -(-self.nbytes * length // _ALIGNMENT) * _ALIGNMENT + self.state_nbytes * ((length - 1) // chunk)
+        return -(-self.nbytes * length // _ALIGNMENT) * _ALIGNMENT + self.state_nbytes * (
+            (length - 1) // chunk
+        )
 
     def _views(self, flat: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
         sizes = [math.prod(shape) * length for shape in self.shapes]
@@ -119,7 +130,9 @@ class RowKeys:
     gradients: tuple[torch.Tensor, ...] | None  # Sums of their gradients, in a backward pass
     earlier: dict[State, torch.Tensor]  # States that the chunk before has left
     later: dict[State, torch.Tensor]  # States that this chunk leaves
-    passed: dict[State, torch.Tensor] | None  # Gradients of these, then of the earlier ones, in a backward pass
+    passed: (
+        dict[State, torch.Tensor] | None
+    )  # Gradients of these, then of the earlier ones, in a backward pass
 
 
 class _Layers(list[Any]):
@@ -147,7 +160,9 @@ class ChunkCache(DynamicCache):
         self.length = length
         self.bounds = bounds or (0, length)
         self.row: RowKeys | None = None  # Of the block that is running
-        self.seen: list[torch.Tensor] = []  # Keys and values that the block has added without a row to add them to
+        self.seen: list[
+            torch.Tensor
+        ] = []  # Keys and values that the block has added without a row to add them to
         self.on_seen: Callable[[], None] = lambda: None  # Called after each of them
         self.left: dict[State, torch.Tensor] = {}  # States that it has left for the next chunk
         self._taken: dict[State, torch.Tensor] = {}  # States of the chunk before that it has taken
@@ -170,7 +185,9 @@ class ChunkCache(DynamicCache):
         if self.row is None or self.row.passed is None:
             return []
         passed = self.row.passed
-        return [(state, passed[name].to(state.dtype)) for name, state in self.left.items() if state.requires_grad]
+        return [
+            (state, passed[name].to(state.dtype)) for name, state in self.left.items() if state.requires_grad
+        ]
 
     def pass_on(self) -> None:
         """Leave the gradients of states, after a backward pass, to the chunk before."""
@@ -286,7 +303,12 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, new: torch.Tensor, states: torch.Tensor, gradient: torch.Tensor | None, start: int, first: int
+        ctx: Any,
+        new: torch.Tensor,
+        states: torch.Tensor,
+        gradient: torch.Tensor | None,
+        start: int,
+        first: int,
     ) -> torch.Tensor:
         end = start + new.shape[-2]
         if gradient is None:  # in the backward pass they are there already

@@ -110,7 +110,9 @@ def sees_later_tokens(model: PreTrainedModel) -> bool:
     second[:, -1] = 1
     try:
         with torch.no_grad():
-            left, right = (model.eval()(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (first, second))
+            left, right = (
+                model.eval()(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (first, second)
+            )
     finally:
         model.train(was_training)
     return not torch.allclose(left, right, rtol=_ROUNDING, atol=_ROUNDING)
@@ -141,7 +143,9 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             try:
                 output = model(input_ids=ids, labels=labels, use_cache=False)
-            except Exception:  # some families' code for inference does not run where that for training does (xLSTM's)
+            except (
+                Exception
+            ):  # some families' code for inference does not run where that for training does (xLSTM's)
                 output = model.train()(input_ids=ids, labels=labels, use_cache=False)
     finally:
         model.train(was_training)
@@ -150,7 +154,9 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     loss = float(output.loss)
     rows = output.logits.float().flatten(0, -2)
     losses = {
-        shifted: float(functional.cross_entropy(rows, targets_of(labels, shifted).flatten(), ignore_index=IGNORED))
+        shifted: float(
+            functional.cross_entropy(rows, targets_of(labels, shifted).flatten(), ignore_index=IGNORED)
+        )
         for shifted in (True, False)
     }
     for shifted, value in losses.items():

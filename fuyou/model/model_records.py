@@ -50,7 +50,9 @@ class _Group:
 
         They take up optimizer states that they do not need, but what is trained is not taken for adapters.
         """
-        frozen, trained = (sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained))
+        frozen, trained = (
+            sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained)
+        )
         if frozen > HELD_FRACTION * trained:
             return self
         return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
@@ -107,7 +109,9 @@ class _Records:
 
         None: nothing is trained, and there is no such record.
         """
-        return self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
+        return (
+            self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
+        )
 
     def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], **options: Any) -> int:
         record = Record.build(len(self.records), name, kind, precision, entries, **options)
@@ -212,7 +216,8 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
         embedding_adapter = records.adapter("embedding", first.trained)
         head_adapter = records.adapter("head", last.trained)
     adapters = tuple(
-        records.adapter(f"block {layer}", group.trained if group.frozen else []) for layer, group in enumerate(blocks)
+        records.adapter(f"block {layer}", group.trained if group.frozen else [])
+        for layer, group in enumerate(blocks)
     )
     towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else None
     return ModelLayout(

@@ -101,7 +101,9 @@ class OpenModel(AdaptedModel):
         length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         for name, module in self.stack.model.named_modules():
             is_table = name.endswith(("position_embeddings", "embed_positions", "wpe"))
-            if is_table and isinstance(module, nn.Embedding) and positions_in(module) == length:  # not that of images
+            if (
+                is_table and isinstance(module, nn.Embedding) and positions_in(module) == length
+            ):  # not that of images
                 return module
         return None
 
@@ -126,11 +128,15 @@ class OpenModel(AdaptedModel):
         adapted = None
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
-            adapted = {name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED}
+            adapted = {
+                name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED
+            }
         return fingerprint(self.layout.records, adapted)
 
     def _compressed(self, frozen: FrozenDtype | None, dtype: torch.dtype) -> dict[str, CompressedParameter]:
-        names = [name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad]
+        names = [
+            name for name, parameter in self.stack.model.named_parameters() if not parameter.requires_grad
+        ]
         if not names or frozen not in (None, FrozenDtype.CHECKPOINT):
             return {}
         compressed: dict[str, CompressedParameter] = {}
@@ -143,7 +149,11 @@ class OpenModel(AdaptedModel):
                 if parameter is not None and parameter.is_smaller_than(dtype):
                     compressed[name] = parameter
         if frozen is FrozenDtype.CHECKPOINT and not compressed:
-            where = "random weights have none" if self.checkpoint is None else f"{self.checkpoint} is not compressed"
+            where = (
+                "random weights have none"
+                if self.checkpoint is None
+                else f"{self.checkpoint} is not compressed"
+            )
             raise UserError(
                 f"--frozen-dtype checkpoint keeps frozen weights in the bytes of a compressed checkpoint, and {where}: "
                 "leave it out."
@@ -152,7 +162,14 @@ class OpenModel(AdaptedModel):
 
 
 # Settings of an adapter that do not change what it computes.
-_NOT_COMPUTED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"}
+_NOT_COMPUTED = {
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+    "auto_mapping",
+    "task_type",
+}
 
 
 def same_text(value: object) -> str:

@@ -11,7 +11,9 @@ def makes_views(function: torch._ops.OpOverload) -> bool:
     returns = function._schema.returns
     if function is torch.ops.aten._unsafe_view.default:
         return True
-    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+    return bool(returns) and all(
+        result.alias_info is not None and not result.alias_info.is_write for result in returns
+    )
 
 
 @cache
@@ -19,5 +21,7 @@ def written_arguments(function: torch._ops.OpOverload) -> frozenset[str]:
     """Return the names of the arguments that the operator writes to."""
     arguments = function._schema.arguments
     return frozenset(
-        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+        argument.name
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     )

@@ -31,7 +31,12 @@ from common.data.rows import PADDING
 from common.errors import FinetuneError, UserError
 from common.models.attention.chunked import attention_by_chunk
 from common.models.attention.documents import lengths_known, padding_known, rotate_by_document
-from common.models.attention.isolation import DocumentSeparator, configurations, takes_positions, without_masks
+from common.models.attention.isolation import (
+    DocumentSeparator,
+    configurations,
+    takes_positions,
+    without_masks,
+)
 from common.models.attention.kernels import AttentionKernels
 from common.models.structure import find_blocks
 from common.models.vision import tower_parameters
@@ -87,16 +92,24 @@ class StreamedModel:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._carried_bytes: dict[int, int] = {}
         self.links = BlockLinks()  # Links between blocks, next to hidden states
-        self.before: frozenset[nn.Module] = frozenset()  # Modules that run before the blocks and use parameters
+        self.before: frozenset[nn.Module] = (
+            frozenset()
+        )  # Modules that run before the blocks and use parameters
         self.hidden_size = 0  # Elements of the hidden states, per token
         self.token_dim = 1  # Dimension of the hidden states that counts tokens
         arguments = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"  # as Mamba calls it
+        self._cache_name = (
+            "cache_params" if "cache_params" in arguments else "past_key_values"
+        )  # as Mamba calls it
         self._takes_positions = takes_positions(model)
         self._configurations = configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)  # Those that all passes may take
-        self.masks_chunks = False  # Whether chunks attend by the family's own code, with a mask of queries and keys
-        if hasattr(model.config, "max_inference_chunksize"):  # xLSTM would call all blocks once per part of a long row
+        self.masks_chunks = (
+            False  # Whether chunks attend by the family's own code, with a mask of queries and keys
+        )
+        if hasattr(
+            model.config, "max_inference_chunksize"
+        ):  # xLSTM would call all blocks once per part of a long row
             model.config.max_inference_chunksize = sys.maxsize
         rotate_by_document(model)
         self._survey()
@@ -126,7 +139,9 @@ class StreamedModel:
                 torch.enable_grad(),
                 stand_ins.probing(all_blocks=False) as probe,
             ):
-                direct = {id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()}
+                direct = {
+                    id(value): (owner, name) for owner in owners for name, value in owner._parameters.items()
+                }
                 with UsedTensors(direct) as used:
                     hidden, calls = self.embed({"input_ids": self._zeros(META_TOKENS)})
                 self.before = frozenset(called)
@@ -167,7 +182,9 @@ class StreamedModel:
         changed = [dim for dim, size in enumerate(hidden.shape) if size != fewer.hidden_shape[dim]]
         others = {hidden.dtype, *returned} - {self.model.dtype}
         if others:
-            carried, weights = (str(dtype).removeprefix("torch.") for dtype in (others.pop(), self.model.dtype))
+            carried, weights = (
+                str(dtype).removeprefix("torch.") for dtype in (others.pop(), self.model.dtype)
+            )
             raise UserError(
                 f"{self._name} carries hidden states in {carried} from block to block where its weights are {weights}: "
                 "train it with --dtype fp32."
@@ -205,7 +222,8 @@ class StreamedModel:
             produced = [probe.values[key] for key in self.links.consumed if key in probe.values] + probe.left
             carried.update({id(value): value for value in produced})
             self._carried_bytes[seq_len] = sum(
-                value.numel() * value.itemsize * (2 if value.is_floating_point() else 1) for value in carried.values()
+                value.numel() * value.itemsize * (2 if value.is_floating_point() else 1)
+                for value in carried.values()
             )
         return self._carried_bytes[seq_len]
 
@@ -293,7 +311,9 @@ class StreamedModel:
         chunk_place = batch.get(CHUNK_PLACE)
         cache = None if chunk_place is None else ChunkCache(self.model.config, *chunk_place.tolist())
         documents = None if "attention_mask" in batch or cache is not None else Documents.of(positions)
-        left_out = {PADDING, HOST_POSITIONS, CHUNK_PLACE} | (set() if self._takes_positions else {"position_ids"})
+        left_out = {PADDING, HOST_POSITIONS, CHUNK_PLACE} | (
+            set() if self._takes_positions else {"position_ids"}
+        )
         known: dict[str, Any] = {name: value for name, value in batch.items() if name not in left_out}
         if cache is not None:
             known[self._cache_name] = cache
@@ -326,7 +346,9 @@ class StreamedModel:
             tokens: of the row, or of a chunk of it.
             place: first token of the chunk, and tokens of its row.
         """
-        batch = {"input_ids": self._zeros(tokens)} | ({} if place is None else {CHUNK_PLACE: torch.tensor(place)})
+        batch = {"input_ids": self._zeros(tokens)} | (
+            {} if place is None else {CHUNK_PLACE: torch.tensor(place)}
+        )
         with self._stand_ins.probing(all_blocks=bool(self.links)) as probe:
             _, calls = self.embed_without_weights(batch)
 
@@ -336,7 +358,9 @@ class StreamedModel:
             key = calls.key_of(leaf)  # of what a block makes
             return probe.values[key] if key in probe.values else leaf.to("meta")
 
-        leaves = {id(leaf): leaf for leaf in tree_leaves(calls.arguments)}  # what blocks share remains one tensor
+        leaves = {
+            id(leaf): leaf for leaf in tree_leaves(calls.arguments)
+        }  # what blocks share remains one tensor
         moved = {identity: on_meta(leaf) for identity, leaf in leaves.items()}
         calls.arguments = tree_map(lambda leaf: moved[id(leaf)], calls.arguments)
         return calls
@@ -358,7 +382,13 @@ class StreamedModel:
         args, kwargs = calls.arguments[index]
         block = self.blocks[index]
         hidden = torch.empty(calls.hidden_shape, dtype=self.model.dtype, device="meta")
-        with self._attending(None, calls.cache), on_meta(block), torch.no_grad(), GroupedShapes(), NoChoices():
+        with (
+            self._attending(None, calls.cache),
+            on_meta(block),
+            torch.no_grad(),
+            GroupedShapes(),
+            NoChoices(),
+        ):
             block(hidden, *args, **kwargs)
 
     def embed_with_zero_links(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, BlockCalls]:

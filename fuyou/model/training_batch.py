@@ -57,9 +57,13 @@ class TrainingBatch:
         inputs = {name: value for name, value in given.items() if value is not None}
         items = inputs.pop("num_items_in_batch", None)
         if "shift_labels" in inputs:
-            raise UserError("shift_labels: the engine shifts labels itself. Give it labels, one for each token.")
+            raise UserError(
+                "shift_labels: the engine shifts labels itself. Give it labels, one for each token."
+            )
         without_effect = [
-            name for name, value in inputs.items() if isinstance(value, int) and value in _WITHOUT_EFFECT.get(name, ())
+            name
+            for name, value in inputs.items()
+            if isinstance(value, int) and value in _WITHOUT_EFFECT.get(name, ())
         ]
         inputs = {name: _on_cpu(name, value) for name, value in inputs.items() if name not in without_effect}
         ids = inputs["input_ids"] = _integers("input_ids", inputs.get("input_ids"), 2)
@@ -106,7 +110,9 @@ class TrainingBatch:
         """
         survey = chunk_survey(stack)  # settles how the model attends to earlier chunks, too
         if not survey.keys:
-            raise UserError(f"Rows do not pass through {type(stack.model).__name__} in chunks: leave --chunk out.")
+            raise UserError(
+                f"Rows do not pass through {type(stack.model).__name__} in chunks: leave --chunk out."
+            )
         mask = self.inputs.get("attention_mask")
         positions = self.inputs.get("position_ids")
         others = set(self.inputs) - {"input_ids", "attention_mask", "position_ids", PADDING}
@@ -121,7 +127,9 @@ class TrainingBatch:
             what = "one label for each"
         rows, length = self.size
         if what is not None:
-            raise UserError(f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}.")
+            raise UserError(
+                f"Rows of {length:,} tokens pass in chunks of {chunk:,}, which cannot have {what}."
+            )
         values = {"input_ids": self.ids, "targets": self.targets}
         if flat is not None:  # otherwise the family counts them, some of them from another number
             values["position_ids"] = flat
@@ -143,7 +151,9 @@ class TrainingBatch:
             for start, stop in itertools.pairwise(starts)
         ]
 
-    def micro_batches(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    def micro_batches(
+        self, rows: int, device: torch.device, dtype: torch.dtype
+    ) -> list[dict[str, torch.Tensor]]:
         """Return the batch on ``device``, ``rows`` sequences at a time, with ``targets``.
 
         Raises:
@@ -166,7 +176,9 @@ class TrainingBatch:
 def _on_cpu(name: str, value: Any) -> BatchValue:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if isinstance(value, Sequence) and all(entry is None or isinstance(entry, torch.Tensor) for entry in value):
+    if isinstance(value, Sequence) and all(
+        entry is None or isinstance(entry, torch.Tensor) for entry in value
+    ):
         return [None if entry is None else entry.detach().cpu() for entry in value]
     raise UserError(
         f"{name} is {_described(value)}: the engine takes tensors, and lists of them with one entry for each sequence."
@@ -202,7 +214,9 @@ def _targets(model: OpenModel, given: BatchValue | None, ids: torch.Tensor) -> t
     per_row = model.task_type is TaskType.SEQUENCE_CLASSIFICATION
     labels = _integers("labels", given, 1 if per_row else 2)
     if labels.shape != ids.shape[: labels.dim()]:
-        raise UserError(f"labels are {list(labels.shape)} and input_ids {list(ids.shape)}: each needs its own label.")
+        raise UserError(
+            f"labels are {list(labels.shape)} and input_ids {list(ids.shape)}: each needs its own label."
+        )
     targets = targets_of(labels, model.stack.family.shifts_labels)
     generates = model.task_type.generates
     outcomes = model.config.get_text_config().vocab_size if generates else model.config.num_labels
@@ -218,7 +232,9 @@ def _check_range(held: str, values: torch.Tensor, count: float, whose: str, advi
         least, most = (int(value) for value in values.aminmax())
         if least < 0 or most >= count:
             wrong = least if least < 0 else most
-            raise UserError(f"{held} {wrong}, and {whose} are 0 to {count - 1}{advice}. The batch changed nothing.")
+            raise UserError(
+                f"{held} {wrong}, and {whose} are 0 to {count - 1}{advice}. The batch changed nothing."
+            )
 
 
 def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: torch.Tensor) -> None:
@@ -231,7 +247,9 @@ def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: to
             axes = [-2, -1] if name == "position_ids" else [0, -1]
             shapes |= {tuple(value.shape[axis] for axis in axes)} if value.dim() > 2 else {tuple(value.shape)}
         if value is not None and (not isinstance(value, torch.Tensor) or len(shapes) > 1 or value.dim() < 2):
-            raise UserError(f"{name} is {_described(value)}, and input_ids are {list(ids.shape)}: they do not match.")
+            raise UserError(
+                f"{name} is {_described(value)}, and input_ids are {list(ids.shape)}: they do not match."
+            )
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
     if isinstance(positions, torch.Tensor):
@@ -239,7 +257,9 @@ def _check_positions(model: OpenModel, inputs: Mapping[str, BatchValue], ids: to
         if restarts(positions):
             model.stack.family.check_documents(masked=isinstance(mask, torch.Tensor) and mask.dim() == 2)
     elif ids.shape[1] > (most := _learned_positions(model, skipped=True)):
-        raise UserError(f"input_ids are {list(ids.shape)}, and this model has learned {most} positions: cut the rows.")
+        raise UserError(
+            f"input_ids are {list(ids.shape)}, and this model has learned {most} positions: cut the rows."
+        )
 
 
 def _learned_positions(model: OpenModel, skipped: bool = False) -> float:

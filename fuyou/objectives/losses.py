@@ -71,7 +71,9 @@ class PairObjective(Objective):
         reference = batch.reference
         assert reference is not None
         log_probs = (out["log_probs"] * out.mask).sum(1)
-        rewards = self._beta * (log_probs - (reference if reference.dim() == 1 else (reference * out.mask).sum(1)))
+        rewards = self._beta * (
+            log_probs - (reference if reference.dim() == 1 else (reference * out.mask).sum(1))
+        )
         chosen = rewards[0::2]
         rejected = rewards[1::2]
         log_probs_chosen = log_probs[0::2]

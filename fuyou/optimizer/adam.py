@@ -62,11 +62,17 @@ class UpdateRange:
 
     start: int
     stop: int
-    missed: int  # Number of steps in which these parameters had no gradient: bias correction does not count them
+    missed: (
+        int  # Number of steps in which these parameters had no gradient: bias correction does not count them
+    )
 
 
 def adamw(
-    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], adam: AdamConfig, count: int
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    adam: AdamConfig,
+    count: int,
 ) -> None:
     """Update master weights and moments, fp32 ``[n]`` each, by PyTorch's kernel.
 

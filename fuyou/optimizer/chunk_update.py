@@ -38,7 +38,9 @@ class ChunkOptimizer:
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
-        self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)  # reused for each purpose
+        self._scratch = self._memory.tensor(
+            torch.int32, 4 * self._elements, self._elements
+        )  # reused for each purpose
         self._moments = [torch.empty(self._elements if optimizer != ADAMW else 0) for _ in MOMENT_CODES]
 
     @torch.inference_mode()  # saves the bookkeeping of views and versions: 3% of the time
@@ -65,7 +67,9 @@ class ChunkOptimizer:
             count = update.step - run.missed
             if kernels is not None:
                 part = slice(run.start, run.stop)
-                kernels.update(self._name, states.part(part), gradient[part], adam, count, update.gradient_scale)
+                kernels.update(
+                    self._name, states.part(part), gradient[part], adam, count, update.gradient_scale
+                )
                 continue
             for start in range(run.start, run.stop, self._elements):
                 part = slice(start, min(start + self._elements, run.stop))
@@ -146,8 +150,12 @@ def _same_bits(optimizer: str, kernels: Kernels, split_weights: bool) -> bool:
         gradient = gradient.bfloat16() if split_weights else gradient
         for states, side in sides:
             side.update(states, gradient, update, decay=True)
-    plain, compiled = ([t for t in (s.parameter, s.low, *s.moments, *s.scales) if t is not None] for s, _ in sides)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(plain, compiled, strict=True))
+    plain, compiled = (
+        [t for t in (s.parameter, s.low, *s.moments, *s.scales) if t is not None] for s, _ in sides
+    )
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(plain, compiled, strict=True)
+    )
 
 
 def _states(optimizer: str, split_weights: bool) -> OptimizerStates:

@@ -11,7 +11,9 @@ import torch
 from common.mixed_sum import add_to_wider
 from fuyou.layout.record import Record
 
-_NORM_ELEMENTS = 1 << 17  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
+_NORM_ELEMENTS = (
+    1 << 17
+)  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
 _CUDA_NORM_ELEMENTS = 1 << 23  # Elements per pass on a GPU, where CUDA makes a float64 copy
 _ROUNDING_ELEMENTS = 1 << 24  # Elements per pass when a sum is rounded in place
 
@@ -70,7 +72,9 @@ def squares_bytes(elements: int) -> int:
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of a flat gradient, in float64: so exact that the order does not matter."""
     if flat.is_cuda:
-        parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_CUDA_NORM_ELEMENTS)]
+        parts = [
+            torch.linalg.vector_norm(part, dtype=torch.float64) for part in flat.split(_CUDA_NORM_ELEMENTS)
+        ]
         return torch.stack(parts).square().sum()  # stays on the device: nothing waits for it here
     total = 0.0
     wide = torch.empty(min(_NORM_ELEMENTS, flat.numel()), dtype=torch.float64)

@@ -50,7 +50,9 @@ def split_in_place(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) 
     high.view(torch.int16).copy_(bits)
 
 
-def join(high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+def join(
+    high: torch.Tensor, low: torch.Tensor, master: torch.Tensor, scratch: torch.Tensor | None = None
+) -> None:
     """Rebuild fp32 master weights: ``bits = (high << 16) + low``, or ``(high << 16) + (low << 8)``.
 
     Args:
@@ -106,7 +108,9 @@ MOMENT_CODES = (MomentCode(signed=True), MomentCode(signed=False))  # The codes 
 class OptimizerStates(NamedTuple):
     """Parameters and their optimizer states: flat tensors ``[n]``, which an update changes."""
 
-    parameter: torch.Tensor  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
+    parameter: (
+        torch.Tensor
+    )  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
     low: torch.Tensor | None  # Low bits of the master weights, int16 or int8
     moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, or codes, uint8
     scales: tuple[torch.Tensor, ...] = ()  # Scales of codes, fp32 `[n / 128]` for each moment
@@ -126,4 +130,6 @@ class OptimizerStates(NamedTuple):
         low = None if self.low is None else self.low[part]
         blocks = slice(part.start // BLOCK_ELEMENTS, part.stop // BLOCK_ELEMENTS)
         moments = tuple(moment[part] for moment in self.moments)
-        return OptimizerStates(self.parameter[part], low, moments, tuple(scale[blocks] for scale in self.scales))
+        return OptimizerStates(
+            self.parameter[part], low, moments, tuple(scale[blocks] for scale in self.scales)
+        )

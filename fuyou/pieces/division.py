@@ -109,7 +109,8 @@ def _ranges(names: Sequence[str], experts: int, limit: int, each: int) -> list[l
     count = math.ceil(experts / max(1, min(experts, limit // each)))
     ends = [experts * (index + 1) // count for index in range(count)]
     return [
-        [PiecePart(name, (first, last)) for name in names] for first, last in zip([0, *ends[:-1]], ends, strict=True)
+        [PiecePart(name, (first, last)) for name in names]
+        for first, last in zip([0, *ends[:-1]], ends, strict=True)
     ]
 
 
@@ -122,12 +123,16 @@ def find_order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> Pie
     Raises:
         UserError: if the block cannot be cut in pieces, or not in these.
     """
-    inside = tuple(tuple((cut_off_layer(stack, layer, part.name), part.experts) for part in piece) for piece in pieces)
+    inside = tuple(
+        tuple((cut_off_layer(stack, layer, part.name), part.experts) for part in piece) for piece in pieces
+    )
     return learn(stack, layer, ("order", inside), lambda: _order(stack, layer, pieces))
 
 
 def _order(stack: StreamedModel, layer: int, pieces: Sequence[Piece]) -> PieceOrder:
-    (forward, between_bytes), (backward, _) = (record(stack, layer, pieces, backward) for backward in (False, True))
+    (forward, between_bytes), (backward, _) = (
+        record(stack, layer, pieces, backward) for backward in (False, True)
+    )
     stages = _stages(backward, pieces)
     return PieceOrder(tuple(stage.piece for stage in _stages(forward, pieces)), tuple(stages), between_bytes)
 
@@ -137,9 +142,13 @@ def _stages(uses: Uses, pieces: Sequence[Piece]) -> list[Stage]:
     for needed, group in groupby(uses, key=itemgetter(0)):
         if len(needed) > 1:
             names = [pieces[index][0].name for index in sorted(needed)]
-            raise UserError(f"One operator uses {' and '.join(names)}, which have been cut into different pieces.")
+            raise UserError(
+                f"One operator uses {' and '.join(names)}, which have been cut into different pieces."
+            )
         purposes, (piece,) = {use for _, use in group}, needed
-        stages.append(Stage(piece, Use.FORWARD in purposes, Use.BACKWARD in purposes, Use.GRADIENT in purposes))
+        stages.append(
+            Stage(piece, Use.FORWARD in purposes, Use.BACKWARD in purposes, Use.GRADIENT in purposes)
+        )
     return stages
 
 
@@ -160,8 +169,12 @@ def in_pieces(stack: StreamedModel, layout: ModelLayout, piece_bytes: int) -> Mo
         cut = divide(stack, layer, piece_bytes, sizes, sizes.__getitem__)
         pieces.append(cut)
         orders.append(find_order(stack, layer, cut))
-    adapters = (adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True))
-    return replace(cut_blocks(layout, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters))
+    adapters = (
+        adapter_memory(block, largest_share(cut)) for block, cut in zip(stack.blocks, pieces, strict=True)
+    )
+    return replace(
+        cut_blocks(layout, pieces, orders, piece_bytes), block_adapter_memory=AdapterMemory.most(adapters)
+    )
 
 
 def largest_share(pieces: Sequence[Piece]) -> float | None:

@@ -112,7 +112,9 @@ def adapted_forward(module: nn.Module, wrappers: Sequence[ParamWrapper]) -> Iter
         parameters = dict(module._parameters)
         for wrapper in reversed(wrappers):
             delta = wrapper.get_delta_weight(only_adapter(wrapper))
-            parameters[wrapper.parameter_name] = _LoraParameterProxy(delta)(parameters[wrapper.parameter_name])
+            parameters[wrapper.parameter_name] = _LoraParameterProxy(delta)(
+                parameters[wrapper.parameter_name]
+            )
         adapted.__dict__["_parameters"] = parameters
         return adapted(*args, **kwargs)
 

@@ -139,7 +139,9 @@ class GroupedExperts:
         """Return the parameters and factors of a range, in the dtypes of the module, once they are on the device."""
         parts = self._parts[number]
         weights = self._source.fetch(parts.values(), use)
-        values = {name: weights[part].to(self._module._parameters[name].dtype) for name, part in parts.items()}
+        values = {
+            name: weights[part].to(self._module._parameters[name].dtype) for name, part in parts.items()
+        }
         return values, {name: factor.of(*self._ranges[number]) for name, factor in factors.items()}
 
     def _range(
@@ -162,10 +164,14 @@ class GroupedExperts:
 
         def project(values: torch.Tensor, name: str) -> torch.Tensor:
             bias = adapted(f"{name}_bias")[experts] if module.has_bias else None
-            return _grouped_linear(values, adapted(name), offsets, bias=bias, is_transposed=module.is_transposed)
+            return _grouped_linear(
+                values, adapted(name), offsets, bias=bias, is_transposed=module.is_transposed
+            )
 
         if module.has_gate:
-            inner = _at_its_place(module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2)
+            inner = _at_its_place(
+                module._apply_gate, project(states, "gate_up_proj"), rows, len(routing.order), 2
+            )
         else:
             inner = _at_its_place(module.act_fn, project(states, "up_proj"), rows, len(routing.order), 1)
         outer = project(inner, "down_proj")
@@ -190,7 +196,9 @@ class GroupedExperts:
         Returns:
             The gradients of hidden states, of weights, and of the factors' tensors.
         """
-        of_factors = [torch.zeros_like(factor) if factor.requires_grad else None for factor in tensors_of(factors)]
+        of_factors = [
+            torch.zeros_like(factor) if factor.requires_grad else None for factor in tensors_of(factors)
+        ]
         if not current_supply().computes:
             for number, parts in reversed(list(enumerate(self._parts))):
                 self._source.fetch(parts.values(), Use.FORWARD)
@@ -232,12 +240,16 @@ class GroupedExperts:
             return
         indices = [rows, rows, *[slice(first, last)] * len(sums[1])]
         both = zip([*sums[0], *sums[1]], indices, strict=True)
-        targets = [(target, index) for target, index in both if target is not None and index.start < index.stop]
+        targets = [
+            (target, index) for target, index in both if target is not None and index.start < index.stop
+        ]
         if not (targets or self._trained):
             return
         with torch.enable_grad():
             values, range_factors = self._fetch(number, Use.BACKWARD, factors)
-            parameters = {name: value.detach().requires_grad_(name in self._trained) for name, value in values.items()}
+            parameters = {
+                name: value.detach().requires_grad_(name in self._trained) for name, value in values.items()
+            }
             states, weights = (
                 each[index[rows]].requires_grad_(target is not None)
                 for each, index, target in zip(inputs, (routing.tokens, routing.order), sums[0], strict=True)
@@ -260,7 +272,11 @@ class GroupedExperts:
 
 
 def _at_its_place(
-    activate: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, rows: slice, count: int, parts: int
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    values: torch.Tensor,
+    rows: slice,
+    count: int,
+    parts: int,
 ) -> torch.Tensor:
     """Return ``activate(values)`` with the numbers that these rows have when all of ``count`` rows are computed.
 
@@ -301,5 +317,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         needed = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-        of_hidden, of_weights, *of_factors = ctx.experts.backward(ctx.saved_tensors, ctx.factors, gradient, needed)
+        of_hidden, of_weights, *of_factors = ctx.experts.backward(
+            ctx.saved_tensors, ctx.factors, gradient, needed
+        )
         return None, None, of_hidden, None, of_weights, *of_factors, *(None for _ in range(ctx.leaves))

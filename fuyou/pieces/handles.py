@@ -45,7 +45,9 @@ class Origin:
 class Handle(torch.Tensor):
     """A tensor without memory that represents a parameter, or a view of it."""
 
-    geometry: torch.Tensor  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
+    geometry: (
+        torch.Tensor
+    )  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
     origin: Origin | None  # None: it represents a gradient that has been passed on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -78,7 +80,9 @@ class Handle(torch.Tensor):
     def data_ptr(self) -> int:
         """Refuse: there is no memory that a kernel could be given."""
         name = _name(self)
-        raise UserError(f"The block gives the address of {name} to a custom kernel: it cannot be cut in pieces.")
+        raise UserError(
+            f"The block gives the address of {name} to a custom kernel: it cannot be cut in pieces."
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -103,12 +107,19 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(handle, Handle):  # such as a view as another tensor's shape
         raise FinetuneError(f"{func} received a parameter in pieces as a plain argument.")
     if func is _aten.view.dtype:
-        raise UserError(f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces.")
+        raise UserError(
+            f"The block reads the bytes of {_name(handle)} in another dtype: it cannot be cut in pieces."
+        )
     views = func(handle.geometry, *args[1:], **kwargs)
 
     def handle_of(view: torch.Tensor) -> Handle:
         origin = handle.origin
-        if func is _aten.select.int and args[1] % handle.dim() == 0 and origin is not None and len(origin.parts) > 1:
+        if (
+            func is _aten.select.int
+            and args[1] % handle.dim() == 0
+            and origin is not None
+            and len(origin.parts) > 1
+        ):
             expert = args[2] % len(handle)
             origin = replace(origin, parts=tuple(part for part in origin.parts if _holds(part, expert)))
         return Handle.make(view, origin, handle.device)
@@ -129,14 +140,18 @@ def _expert_elements(origin: Origin, value: torch.Tensor) -> int:
 
 def _pass_on(func: Any, handle: Handle) -> Handle:
     if func not in _PASSED_ON:
-        raise FinetuneError(f"{func} was called on a gradient that has been handed on: two backward passes at once.")
+        raise FinetuneError(
+            f"{func} was called on a gradient that has been handed on: two backward passes at once."
+        )
     return Handle.make(handle.geometry, None, handle.device)
 
 
 def _refuse(func: Any, args: Any, origins: Sequence[Origin]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if isinstance(value, Handle) and argument.name in written_arguments(func):
-            raise UserError(f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces.")
+            raise UserError(
+                f"The block changes its parameter {_name(value)} ({func}): it cannot be cut in pieces."
+            )
     for origin in origins:
         if len(origin.parts) > 1:
             raise UserError(
@@ -167,7 +182,9 @@ def hand_on(leaf: Handle, take: Callable[[torch.Tensor], None]) -> None:
     leaf.register_post_accumulate_grad_hook(forget)
 
 
-def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) -> list[tuple[tuple[str, ...], int]]:
+def expert_parameters(
+    stack: StreamedModel, layer: int, names: Collection[str]
+) -> list[tuple[tuple[str, ...], int]]:
     """Return, for each mixture of a block, the parameters with one matrix per expert, and the number of experts.
 
     All must be among ``names``, the first names of the parameters that are to be cut.
@@ -205,7 +222,9 @@ def expert_parameters(stack: StreamedModel, layer: int, names: Collection[str]) 
 
 def _check_experts(prefix: str, module: Any) -> None:
     norm = getattr(module, "post_expert_norm", None)
-    if getattr(module, "has_post_expert_norm", False) and (norm is None or any(True for _ in norm.parameters())):
+    if getattr(module, "has_post_expert_norm", False) and (
+        norm is None or any(True for _ in norm.parameters())
+    ):
         raise UserError(
             f"The experts of {prefix} are followed by a norm with parameters inside their module, whose gradient would "
             "be lost: they cannot be cut in pieces."
@@ -269,18 +288,26 @@ class PieceHandles:
         for prefix, module in expert_modules(self._stack, layer):
             around = wrappers.pop(module, [])
             names = [f"{prefix}.{name}" for name in module._parameters]
-            cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+            cut = {
+                name: parts[name] for name in names if name in parts and parts[name][0].experts is not None
+            }
             if cut:
                 _check_experts(prefix, module)
                 skips = not output_is_saved(self._stack, layer, prefix)
-                computations.append(GroupedExperts(module, self.source, cut, self._trained, around, skips).bound)
+                computations.append(
+                    GroupedExperts(module, self.source, cut, self._trained, around, skips).bound
+                )
         block = self._stack.blocks[layer]
         for prefix, module in looped_experts(block, f"{self._stack.block_prefix}.{layer}"):
             names = [f"{prefix}.{name}" for name in module._parameters]
-            cut = {name: parts[name] for name in names if name in parts and parts[name][0].experts is not None}
+            cut = {
+                name: parts[name] for name in names if name in parts and parts[name][0].experts is not None
+            }
             if cut and module not in wrappers:
                 computations.append(LoopedExperts(module, self.source, cut).bound)
-        return computations + [partial(adapted_forward, module, around) for module, around in wrappers.items()]
+        return computations + [
+            partial(adapted_forward, module, around) for module, around in wrappers.items()
+        ]
 
     @contextmanager
     def bound(self) -> Iterator[None]:

@@ -35,7 +35,9 @@ class LoopedExperts:
         with replaced_forward(self._module, self):
             yield
 
-    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> Any:
         """Return the weighted sum of the chosen experts' outputs ``[T, H]``."""
         if current_supply().computes:
             return self._forward(hidden_states, top_k_index, top_k_weights)
@@ -51,7 +53,9 @@ class _Needed(torch.autograd.Function):
     """:class:`LoopedExperts` without values, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, experts: LoopedExperts, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, experts: LoopedExperts, hidden: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.experts = experts
         ctx.inputs = (hidden, weights)
         experts.need(Use.FORWARD)

@@ -63,7 +63,8 @@ def _structure(stack: StreamedModel, layer: int) -> Hashable:
         plain = tuple(
             (key, value)
             for key, value in sorted(module.__dict__.items())
-            if isinstance(value, bool | int | float | str) and not (value == layer and key.startswith("layer"))
+            if isinstance(value, bool | int | float | str)
+            and not (value == layer and key.startswith("layer"))
         )
         parameters = tuple(
             (key, tuple(value.shape), value.dtype, value.requires_grad)

@@ -89,11 +89,15 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
     block = stack.blocks[layer]
     hidden, args, kwargs = meta_call(stack, layer)
     hidden = hidden.detach().requires_grad_(backward)
-    trained = {part.name for piece in pieces for part in piece if stack.model.get_parameter(part.name).requires_grad}
+    trained = {
+        part.name for piece in pieces for part in piece if stack.model.get_parameter(part.name).requires_grad
+    }
     handles = PieceHandles(stack, layer, pieces, trained, lambda part, gradient: None, hidden.device)
     with on_meta(block), handles.bound(), supplying(recorder), torch.set_grad_enabled(backward):
         before = _tensors_held(block)
-        with contextlib.nullcontext() if backward else recorder.live:  # only forward passes are parked together
+        with (
+            contextlib.nullcontext() if backward else recorder.live
+        ):  # only forward passes are parked together
             result = block(hidden, *args, **kwargs)
         if _tensors_held(block).keys() - before.keys():
             raise UserError(
@@ -101,7 +105,9 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
                 "take turns would mix up: it cannot be cut in pieces."
             )
         if backward:
-            roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            roots = [
+                leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     tokens = hidden.numel() // hidden.shape[-1]
     return recorder.uses, (-(-(hidden.nbytes + recorder.most_between) // tokens))

@@ -115,11 +115,16 @@ class PieceRun(Generic[T]):
     computes = True
 
     def __init__(
-        self, work: Callable[[], T], device: torch.device = _CPU, random_state: tuple[torch.Tensor, ...] | None = None
+        self,
+        work: Callable[[], T],
+        device: torch.device = _CPU,
+        random_state: tuple[torch.Tensor, ...] | None = None,
     ):
         self.random_state = random_states(device) if random_state is None else random_state
         """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
-        self.wanted: int | None = None  # Piece that the pass waits for; None before it has begun and when it has ended
+        self.wanted: int | None = (
+            None  # Piece that the pass waits for; None before it has begun and when it has ended
+        )
         self.ended = False  # Whether the pass has ended
         self._work: Callable[[], T] | None = work
         self._device = device
@@ -209,7 +214,9 @@ class PieceRun(Generic[T]):
     def need(self, pieces: frozenset[int], use: Use) -> Weights:
         """Return the parameters of the piece, and wait until it is on the device: :meth:`Supply.need`."""
         if len(pieces) != 1:
-            raise FinetuneError(f"One operator of a block needs the pieces {sorted(pieces)} at the same time.")
+            raise FinetuneError(
+                f"One operator of a block needs the pieces {sorted(pieces)} at the same time."
+            )
         if self._closed:
             raise _Abandoned
         (piece,) = pieces
@@ -241,7 +248,11 @@ class PieceRun(Generic[T]):
         assert self._work is not None
         self._use_stream()
         # A backward pass stays in this thread, which is the one that can wait, on a GPU as well.
-        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(self._grad), supplying(self):
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(self._grad),
+            supplying(self),
+        ):
             self._value = self._work()
 
     def _use_stream(self) -> None:

@@ -96,7 +96,9 @@ def _exchange_seconds(
     group: dist.ProcessGroup, device: Device, nbytes: int, rounds: int, agreement: Agreement
 ) -> float:
     """Return the slowest rank's seconds for an exchange of ``nbytes`` per rank, after one warm-up."""
-    cells = torch.zeros((group.size(), nbytes // (group.size() - 1)), dtype=torch.uint8, device=device.torch_device)
+    cells = torch.zeros(
+        (group.size(), nbytes // (group.size() - 1)), dtype=torch.uint8, device=device.torch_device
+    )
     start = 0.0
     for turn in range(1 + rounds):
         if turn == 1:

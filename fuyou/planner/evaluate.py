@@ -73,7 +73,9 @@ class Evaluator:
     def tried(self) -> list[Plan]:
         """Return the candidates that were evaluated, as simulated to compare."""
         known = self._known
-        return [each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known]
+        return [
+            each for (candidate, merged), each in known.items() if merged or (candidate, True) not in known
+        ]
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether ``candidate`` fits into memory, with rows as whole as the default's: chunks are slower."""
@@ -120,8 +122,12 @@ class Evaluator:
         spilled = (sets - counts.device_saved - counts.host_saved) * memory.saved_bytes
         rates = self._rates_for(batch.micro_rows)
         visits = len(job.layout.blocks) * batch.micro_batches
-        computing = 2 * job.block_parameters * job.tokens / job.layout.share.world_size / rates.flops_per_second
-        return max(0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0]))
+        computing = (
+            2 * job.block_parameters * job.tokens / job.layout.share.world_size / rates.flops_per_second
+        )
+        return max(
+            0.0, spilled / rates.write_bytes_per_second - max(computing, visits * rates.host_seconds[0])
+        )
 
     def _left_out(self, recomputation: Recomputation) -> float:
         """Return the fraction of all blocks' forward FLOPs that the backward pass does not compute again."""
@@ -181,7 +187,9 @@ class Evaluator:
         counted = 2 * job.block_parameters / len(job.layout.blocks) * tokens / self.trace.flops()
         forward = counted
         backward = (1 + ATTENTION_BACKWARD) * counted
-        if self.machine.compute is not None:  # attention has separate rates, at which chunks attend to earlier ones
+        if (
+            self.machine.compute is not None
+        ):  # attention has separate rates, at which chunks attend to earlier ones
             kernel = self.machine.compute.flash2
             rates = self.rates
             assert rates.backward_flops_per_second is not None
@@ -223,14 +231,18 @@ class Evaluator:
         counted = 2 * job.block_parameters / len(job.layout.blocks) * self._columns
         if machine.compute is not None:
             return self._rates_of_parts(machine.compute, self.trace, counted, rows)
-        return replace(machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops())
+        return replace(
+            machine.rates, flops_per_second=machine.rates.flops_per_second * counted / self.trace.flops()
+        )
 
     @cached_property
     def _shorter_trace(self) -> BlockTrace | None:
         job = self.job
         return trace_block(job.stack, max(1, self._columns // 2), self._device, job.layout.precision.dtype)
 
-    def _rates_of_parts(self, compute: ComputeRates, trace: BlockTrace, counted: float, rows: int) -> TaskRates:
+    def _rates_of_parts(
+        self, compute: ComputeRates, trace: BlockTrace, counted: float, rows: int
+    ) -> TaskRates:
         """Return rates at which tasks take as long as a block's operators, of ``counted`` FLOPs for a row forward."""
         trained = bool(self.job.layout.sizes[Kind.BLOCK].trained_elements)
         seconds = block_seconds(trace, compute, trained, rows, self._shorter_trace)
@@ -250,7 +262,9 @@ class Evaluator:
         """Simulate ``candidate`` with all of its tasks, which no plan keeps."""
         memory = self.memory(candidate)
         is_clipped = False if self.update_policy(candidate).speculative else None
-        return self._simulate(replace(candidate, micro_rows=memory.batch.micro_rows), memory, memory, is_clipped)
+        return self._simulate(
+            replace(candidate, micro_rows=memory.batch.micro_rows), memory, memory, is_clipped
+        )
 
     def _recomputation(self, candidate: Candidate, batch: Batch) -> Recomputation:
         recomputation = self.activation_planner(candidate).recomputation(batch.micro_rows, batch.columns)

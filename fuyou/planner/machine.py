@@ -39,7 +39,9 @@ class Machine:
 
     device: str  # Name of what computes
     drives: str  # Name of the drives
-    rates: TaskRates  # Rates of its parts; reads and writes are those of all drives together, writes sustained
+    rates: (
+        TaskRates  # Rates of its parts; reads and writes are those of all drives together, writes sustained
+    )
     device_bytes: int  # Device memory that a run may use; on a CPU this is a part of the host's
     host_bytes: int  # Host memory that a run may use
     drive_count: int = 1
@@ -79,7 +81,9 @@ class RankLinks:
         Args:
             network_bytes_per_second: bytes per second between a node and the others, each way.
         """
-        assumptions = [f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds besides its bytes"]
+        assumptions = [
+            f"an exchange between ranks takes {EXCHANGE_SECONDS * 1e6:.0f} microseconds besides its bytes"
+        ]
         if ranks_per_node > 1:
             assumptions.append("the GPUs of a node exchange data as fast as they do with the host")
         return RankLinks(
@@ -109,7 +113,9 @@ def machine_of_one_rank(machine: Machine, ranks_per_node: int, links: RankLinks)
         rates=shared,
         host_bytes=machine.host_bytes // ranks_per_node,
         store_bytes=None if machine.store_bytes is None else machine.store_bytes // ranks_per_node,
-        endurance_bytes=None if machine.endurance_bytes is None else machine.endurance_bytes // ranks_per_node,
+        endurance_bytes=None
+        if machine.endurance_bytes is None
+        else machine.endurance_bytes // ranks_per_node,
         assumptions=(*machine.assumptions, *links.assumptions),
     )
 
@@ -133,10 +139,14 @@ def preset_machine(
     assumptions = []
     write = drive.sustained_write_bytes_per_second
     if gpu.like is not None:
-        assumptions.append(f"the GPU reaches as much of its peak as the preset {gpu.like}: its rates are not known")
+        assumptions.append(
+            f"the GPU reaches as much of its peak as the preset {gpu.like}: its rates are not known"
+        )
     if write is None:
         write = min(drive.write_bytes_per_second, TLC_BYTES_PER_SECOND)
-        assumptions.append(f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does")
+        assumptions.append(
+            f"drives write {write / 1e9:g} GB/s when their fast cache is full, as a 980 PRO does"
+        )
     host_bandwidth = DESKTOP_BANDWIDTH if host_bytes <= DESKTOP_MEMORY else SERVER_BANDWIDTH
     assumptions.append(f"host memory moves {host_bandwidth / 1e9:.0f} GB/s, which bounds Adam")
     rates = TaskRates(

@@ -50,7 +50,9 @@ class Plan:
     written_bytes: int = 0  # Bytes written to SSD
     sent_bytes: int = 0  # Bytes sent to other nodes
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
-    update_seconds: float = 0.0  # Seconds of work of the updates of one step: what deferring some of them could move
+    update_seconds: float = (
+        0.0  # Seconds of work of the updates of one step: what deferring some of them could move
+    )
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
     saved_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
     ssd_bytes: int = 0
@@ -226,6 +228,10 @@ def what_relaxes(plan: Plan) -> list[str]:
     if plan.bound in _PER_STEP:
         ways.append("a larger --batch-size")
     layout = plan.job.layout
-    if plan.bound is Resource.SSD and layout.precision.optimizer == ADAMW and layout.sizes[Kind.BLOCK].trained_elements:
+    if (
+        plan.bound is Resource.SSD
+        and layout.precision.optimizer == ADAMW
+        and layout.sizes[Kind.BLOCK].trained_elements
+    ):
         ways.append("--optimizer adamw8bit")
     return ways

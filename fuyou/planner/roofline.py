@@ -51,7 +51,9 @@ def block_seconds(
 
 
 def _for_rows(trace: BlockTrace, shorter: BlockTrace | None, rows: int) -> list[_Work]:
-    if shorter is None or [call.name for call in shorter.operators] != [call.name for call in trace.operators]:
+    if shorter is None or [call.name for call in shorter.operators] != [
+        call.name for call in trace.operators
+    ]:
         return [_Work(call.name, rows * call.flops, rows * call.moved_bytes) for call in trace.operators]
     return [
         _Work(

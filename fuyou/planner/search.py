@@ -22,7 +22,9 @@ from fuyou.schedule.tasks import Resource
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 NEAR = 1.005  # A step within this factor of its largest bound has nothing to gain from any other schedule
 ALIKE = 1.01  # Micro-batches of two sizes are alike if their steps take equally long up to this factor
-IDLE = 1 / 3  # Updates are no reason to wait where all that they use is busy for less than this fraction of a step
+IDLE = (
+    1 / 3
+)  # Updates are no reason to wait where all that they use is busy for less than this fraction of a step
 SLOWER = 1.1  # A step may take up to this factor longer to write less
 WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)
 
@@ -193,7 +195,9 @@ def forward_seconds(result: Plan) -> float:
     return max(busy_seconds(tasks, Evaluator(result.job, result.machine).rates).values())
 
 
-def largest_model(make: Callable[[str], TrainingJob], fits: Callable[[TrainingJob], bool]) -> TrainingJob | None:
+def largest_model(
+    make: Callable[[str], TrainingJob], fits: Callable[[TrainingJob], bool]
+) -> TrainingJob | None:
     """Return the preset with the most parameters that fits, or None."""
 
     def size(name: str) -> int:

@@ -43,7 +43,9 @@ class TaskRates:
     commit_seconds: float = 0.005  # Seconds for `fdatasync` and the manifest
     non_block_seconds: tuple[tuple[Phase, float], ...] = ()  # Measured seconds per token, outside blocks
     finish_seconds: float = 0.0  # Seconds per block's backward visit for its gradient's norm
-    intra_node_bytes_per_second: float = float("inf")  # Bytes per second from one rank of a node to the others
+    intra_node_bytes_per_second: float = float(
+        "inf"
+    )  # Bytes per second from one rank of a node to the others
     inter_node_bytes_per_second: float = float("inf")  # From one rank to other nodes, while all send
     message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
     exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
@@ -61,7 +63,9 @@ class TaskRates:
             return max(task.flops / self.flops_per_second, host[0])
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
             return task.flops / (self.head_flops_per_second or self.flops_per_second)
-        finishes = task.last and (task.visit.part is None or (task.gradient is not None and task.visit.completes))
+        finishes = task.last and (
+            task.visit.part is None or (task.gradient is not None and task.visit.completes)
+        )
         finish = self.finish_seconds if finishes else 0.0
         return max(task.flops / (self.backward_flops_per_second or self.flops_per_second), host[1]) + finish
 
@@ -300,7 +304,9 @@ class OptimizerProcess:
             self._updating = False
             if task.target is not None:
                 self.drives.move(1, False, chunk.write_bytes, lambda: self._written(chunk))
-            elif chunk.read_bytes:  # other states stay in host memory and were read the first time: nothing to write
+            elif (
+                chunk.read_bytes
+            ):  # other states stay in host memory and were read the first time: nothing to write
                 self._free += 1
                 self._read()
             if chunk.last:
@@ -338,7 +344,9 @@ class Simulator:
             Resource.INTRA_NODE: SimulatedLink(self._clock, intra_node, rates.message_seconds),
             Resource.INTER_NODE: SimulatedLink(self._clock, inter_node, rates.message_seconds),
         }
-        self._optimizer = OptimizerProcess(self._clock, rates, records, ring_chunks, chunk_elements, self._finish)
+        self._optimizer = OptimizerProcess(
+            self._clock, rates, records, ring_chunks, chunk_elements, self._finish
+        )
         self._drives = self._optimizer.drives
         self._lanes: dict[Op, deque[Task]] = {op: deque() for op in Op}
         self._lane = {op: _lane(op, rates.exchanges_in_one_order) for op in Op}
@@ -362,7 +370,9 @@ class Simulator:
         if not self._steps:
             return
         for task in self._steps.popleft().tasks:
-            waits = [earlier for earlier in task.after if not earlier.done]  # for some of them twice: as often as done
+            waits = [
+                earlier for earlier in task.after if not earlier.done
+            ]  # for some of them twice: as often as done
             self._remaining[task] = len(waits)
             for earlier in waits:
                 if earlier in self._waiting:

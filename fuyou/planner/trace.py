@@ -51,7 +51,11 @@ def _name(task: Task, records: Sequence[Record]) -> str:
     """Return a name like ``block 3 backward, micro-batch 2``; numbers begin with 0."""
     micro = "" if task.micro is None else f", micro-batch {task.micro}"
     if task.visit is not None:
-        whose = f"block {task.visit.layer} " if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD) else ""
+        whose = (
+            f"block {task.visit.layer} "
+            if task.visit.phase in (Phase.BLOCK_FORWARD, Phase.BLOCK_BACKWARD)
+            else ""
+        )
         return f"{whose}{task.visit.phase.value}{micro}"
     if task.record is not None:
         return records[task.record].name
@@ -88,7 +92,9 @@ def write_trace(
     """
     spans = [span for tasks in lists for span in _task_spans(tasks.tasks, records)]
     for resource, lane in ((Resource.SSD, DRIVE_LANE), (Resource.ADAM, ADAM_LANE)):
-        times = [(began, min(ended, window[1])) for began, ended in busy.get(resource, ()) if began < window[1]]
+        times = [
+            (began, min(ended, window[1])) for began, ended in busy.get(resource, ()) if began < window[1]
+        ]
         spans += [Span(resource, lane, lane, *interval) for interval in times]
     _write(path, lists[-1].step, window, spans)
 
@@ -135,6 +141,13 @@ def _lane_events(spans: list[Span], begin: float, group: int, thread: int) -> li
         at = round((start - begin) * 1e6)
         until = round((free - begin) * 1e6)
         events.append(
-            {**where, "name": span.name, "cat": span.lane, "ts": at, "dur": until - at, "args": dict(span.arguments)}
+            {
+                **where,
+                "name": span.name,
+                "cat": span.lane,
+                "ts": at,
+                "dur": until - at,
+                "args": dict(span.arguments),
+            }
         )
     return events

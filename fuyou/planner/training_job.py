@@ -48,14 +48,20 @@ class TrainingJob:
     micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
     chunk: int | None = None  # Tokens of a row that are computed at once; None leaves it to the planner
     deferred_fraction: float | None = None  # Fraction of the blocks with deferred updates; None: chosen
-    host_cache: int | None = None  # Maximum bytes of host memory that only save reading and writing; None: what is left
+    host_cache: int | None = (
+        None  # Maximum bytes of host memory that only save reading and writing; None: what is left
+    )
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
-    whole_blocks: bool = False  # Whether blocks stay whole even if they do not fit, as those of a run that has begun
+    whole_blocks: bool = (
+        False  # Whether blocks stay whole even if they do not fit, as those of a run that has begun
+    )
     activation_policy: ActivationPolicy | None = None  # Operator outputs to save; None: chosen
     commit_every: int = 1
     # Days that the drives' warranted writes must last; 0: any; None: write least among nearly the fastest.
     drive_life: float | None = None
-    clip_by: ClipBy | None = None  # Way in which gradients are clipped, if they are; None leaves it to the planner
+    clip_by: ClipBy | None = (
+        None  # Way in which gradients are clipped, if they are; None leaves it to the planner
+    )
     clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
     attended: int | None = None  # Tokens that each token attends to; None: all of a row
@@ -124,7 +130,11 @@ class TrainingJob:
 
 
 def open_model(
-    options: EngineConfig, config: PreTrainedConfig, checkpoint: Path | None, device: torch.device, draw: bool = True
+    options: EngineConfig,
+    config: PreTrainedConfig,
+    checkpoint: Path | None,
+    device: torch.device,
+    draw: bool = True,
 ) -> OpenModel:
     """Open the model of a run with these options, whose dtype is settled.
 
@@ -265,7 +275,9 @@ PARTS = (2, 4, 8, 16, 32, 64, 128)  # Numbers of pieces that are tried for the l
 BUFFERS = 4  # Device buffers that pieces should have: two ahead of their use, two in use
 
 
-def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool) -> tuple[TrainingJob, MemoryPlan]:
+def fitting_job(
+    job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool
+) -> tuple[TrainingJob, MemoryPlan]:
     """Return ``job`` with blocks in pieces, if they are too large for the machine or the job requests pieces, and the
     memory of a run with default settings.
 
@@ -282,7 +294,9 @@ def fitting_job(job: TrainingJob, device_bytes: int, host_bytes: int, cpu: bool)
     """
 
     def plan(fitted: TrainingJob) -> MemoryPlan:
-        planner = MemoryPlanner(fitted.layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache)
+        planner = MemoryPlanner(
+            fitted.layout, job.config, device_bytes, host_bytes, cpu, host_cache=job.host_cache
+        )
         return planner.plan(job.rows, job.seq_len, job.micro_batch, job.loss, job.chunk)
 
     if job.piece_bytes is not None and not job.layout.orders:

@@ -209,7 +209,9 @@ class _Proof:
             twin = MemoryTwin(self._small, claim.dtype, claim.adapters, claim.trainable, claim.packed)
         except UserError as error:
             raise self._unprovable(error) from error
-        opened = OpenModel(self._small, Precision(claim.dtype), torch.device("cpu"), twin.adapters, twin.trainable)
+        opened = OpenModel(
+            self._small, Precision(claim.dtype), torch.device("cpu"), twin.adapters, twin.trainable
+        )
         if claim.pieces:
             opened.layout = in_pieces(opened.stack, opened.layout, 1)
         try:
@@ -272,7 +274,9 @@ class _Proof:
         (loss, gradients), (actual_loss, actual_gradients) = expected, actual
         if not abs(actual_loss - loss) <= tolerance.loss * max(1.0, abs(loss)):
             raise self._refusal(f"the loss is {actual_loss:.6f}, and {loss:.6f} in memory")
-        largest = max((float(value.abs().max()) for value in gradients.values() if value is not None), default=0.0)
+        largest = max(
+            (float(value.abs().max()) for value in gradients.values() if value is not None), default=0.0
+        )
         wrong = []
         for name, gradient in actual_gradients.items():
             how = _deviation(gradients[name], gradient, 0.01 * largest, tolerance.gradient)
@@ -298,7 +302,9 @@ class _Proof:
         )
 
 
-_Result = tuple[float, Mapping[str, torch.Tensor | None]]  # a loss, and gradients by name; None if there is none
+_Result = tuple[
+    float, Mapping[str, torch.Tensor | None]
+]  # a loss, and gradients by name; None if there is none
 
 
 def _deviation(

@@ -75,7 +75,9 @@ class MemoryTwin:
         middle = TOKENS // 2 + 1
         self._documents = [slice(0, middle), slice(middle, TOKENS)] if packed else [slice(None)]
         self.model: nn.Module
-        self.gradients: dict[str, torch.Tensor | None] = {}  # by every name of each parameter; None if there is none
+        self.gradients: dict[
+            str, torch.Tensor | None
+        ] = {}  # by every name of each parameter; None if there is none
 
     def build(self, layout: ModelLayout) -> None:
         """Build the model, of the engine's class, with its router loss and its trained parameters."""
@@ -87,7 +89,9 @@ class MemoryTwin:
             built = type(self._plain)._from_config(config, dtype=self._dtype)
         widen_kept(built)
         model: nn.Module = built
-        if self.adapters is not None:  # a copy, as peft fills in what is left out; the engine names things as inside
+        if (
+            self.adapters is not None
+        ):  # a copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(self.adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
@@ -156,7 +160,9 @@ class MemoryTwin:
             total += float(loss)
         if not np.isfinite(total):
             raise ArithmeticError(f"its loss is {total}")
-        self.gradients = {name: each.grad for name, each in self.model.named_parameters(remove_duplicate=False)}
+        self.gradients = {
+            name: each.grad for name, each in self.model.named_parameters(remove_duplicate=False)
+        }
         return total
 
     def repeats(self, batch: Mapping[str, torch.Tensor]) -> bool:
@@ -202,7 +208,11 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: PreTrainedModel) -> Pe
         if getattr(adapters, field, None) is not None:
             setattr(adapters, field, None)
     if rows := getattr(adapters, "trainable_token_indices", None):
-        few = {name: _few_rows(given) for name, given in rows.items()} if isinstance(rows, dict) else _few_rows(rows)
+        few = (
+            {name: _few_rows(given) for name, given in rows.items()}
+            if isinstance(rows, dict)
+            else _few_rows(rows)
+        )
         adapters.trainable_token_indices = few  # type: ignore[attr-defined]
     if getattr(adapters, "target_modules", None) == DENSE_LINEAR:
         settle_targets(plain, adapters)
@@ -212,7 +222,11 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: PreTrainedModel) -> Pe
         fits = any(re.fullmatch(targets, name) for name in named)
     else:
         ends = [targets] if isinstance(targets, str) else list(targets or ())
-        fits = ALL_LINEAR in ends or not ends or any(f".{name}".endswith(f".{end}") for name in named for end in ends)
+        fits = (
+            ALL_LINEAR in ends
+            or not ends
+            or any(f".{name}".endswith(f".{end}") for name in named for end in ends)
+        )
     if not fits and not getattr(adapters, "target_parameters", None):
         adapters.target_modules = ALL_LINEAR  # type: ignore[attr-defined]
     if isinstance(adapters, LoraConfig) and (
@@ -318,7 +332,9 @@ class SmallStep:
         def finish(task: ComputeTask) -> None:
             if task.last and task.gradient is not None and task.visit.completes:
                 record = records[known(task.visit.trained)]
-                flat = gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype).clone()
+                flat = (
+                    gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype).clone()
+                )
                 for slot, view in zip(record.parameters, record.views(flat).values(), strict=True):
                     is_absent = marked_absent(view.reshape(-1)[:1]).any()
                     parts[slot.names[0]][slot.experts[0] if slot.experts else 0] = None if is_absent else view
@@ -328,7 +344,9 @@ class SmallStep:
             plan=plan,
             wide={},
             device=SimpleNamespace(
-                torch_device=torch.device("cpu"), begin_compute=lambda task: None, end_compute=lambda task: None
+                torch_device=torch.device("cpu"),
+                begin_compute=lambda task: None,
+                end_compute=lambda task: None,
             ),
             parameters=parameters,
             gradients=gradients,

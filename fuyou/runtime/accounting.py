@@ -23,11 +23,17 @@ class StepReport:
     busy_intervals: dict[str, list[Interval]] = field(repr=False)
     planned_read_bytes: int = field(repr=False)  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int = field(repr=False)
-    planned_sent_bytes: int = field(default=0, repr=False)  # Bytes that the schedule had this rank send to other nodes
+    planned_sent_bytes: int = field(
+        default=0, repr=False
+    )  # Bytes that the schedule had this rank send to other nodes
     saved_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
-    recomputation_saved: float = field(default=0.0, repr=False)  # Fraction of the recomputation that was left out
+    recomputation_saved: float = field(
+        default=0.0, repr=False
+    )  # Fraction of the recomputation that was left out
     clipped: bool = False  # Whether the gradient was scaled down
-    aux_loss: float | None = None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
+    aux_loss: float | None = (
+        None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
+    )
     updated_again: bool = False  # Whether updates ran before the norm was known, and run again
 
     @property
@@ -54,11 +60,17 @@ class Accounting:
         self._watched = [task for task, over in zip(self._watched, ended, strict=True) if not over]
         alone = self._plane.buffers.layout.share.world_size == 1
         absent = {Resource.NONE, *((Resource.INTRA_NODE, Resource.INTER_NODE) if alone else ())}
-        busy: dict[Resource, list[Interval]] = {resource: [] for resource in Resource if resource not in absent}
+        busy: dict[Resource, list[Interval]] = {
+            resource: [] for resource in Resource if resource not in absent
+        }
         for task in done:
             task.started_at, task.finished_at = self._plane.buffers.device.interval(task)
             # The optimizer process reports when it read, computed and wrote: its tasks contain all three.
-            if task.op.resource is not Resource.NONE and task.op not in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
+            if task.op.resource is not Resource.NONE and task.op not in (
+                Op.STATE_READ,
+                Op.UPDATE,
+                Op.STATE_WRITE,
+            ):
                 busy[task.op.resource].append((task.started_at, task.finished_at))
             task.after = []  # or every task would keep all of its ancestors alive
         states, adam = self._plane.optimizer.take_intervals()

@@ -222,7 +222,9 @@ class CudaDevice(Device):
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         # The driver counts as used what PyTorch has got from it and given to nobody.
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
+            self.torch_device
+        )
         return (free + cached) * 19 // 20 - _LIBRARY_BYTES
 
     def cap_memory(self, nbytes: int | None) -> None:
@@ -360,7 +362,10 @@ def deterministic_algorithms() -> Iterator[None]:
     Attention's backward pass adds with atomics on CUDA by default; with this it does not. cuBLAS reads
     its setting when CUDA starts, so this comes before. Not run on a GPU yet.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     memory: Any = deterministic
     filled = memory.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -79,11 +79,15 @@ def gather(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int] 
         filled: elements of each cell, on all ranks alike; None: all are full.
     """
     rank = group.rank()
-    parts = [cell[:count] for cell, count in zip(cells, filled or [cells.shape[1]] * group.size(), strict=True)]
+    parts = [
+        cell[:count] for cell, count in zip(cells, filled or [cells.shape[1]] * group.size(), strict=True)
+    ]
     _exchange([parts[rank]] * group.size(), parts, group)
 
 
-def reduce_scatter(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int], arriving_bytes: int) -> None:
+def reduce_scatter(
+    cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequence[int], arriving_bytes: int
+) -> None:
     """Sum this rank's cell over all ranks, in place; the other cells keep what they hold.
 
     The sum is taken in fp32 in the order of ranks, then rounded once to the dtype of ``cells``.
@@ -109,10 +113,14 @@ def reduce_scatter(cells: torch.Tensor, group: dist.ProcessGroup, filled: Sequen
         parts[rank].copy_(total)
 
 
-def _exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _exchange(
+    send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> None:
     """Send ``send[k]`` to rank k and receive ``receive[k]`` from it, for all ranks but this one, and wait."""
     order = turns(group.rank(), group.size())
-    start_exchange([(to, send[to]) for to, _ in order], [(source, receive[source]) for _, source in order], group)()
+    start_exchange(
+        [(to, send[to]) for to, _ in order], [(source, receive[source]) for _, source in order], group
+    )()
 
 
 class Agreement:
@@ -144,7 +152,9 @@ class Agreement:
         """Return every rank's ``value`` as :meth:`all_gather_object` does, in the thread of commits."""
         return all_gather_object(value, self._commits)
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
         """Send tensors to ranks and receive others, in the order in which the other end lists them."""
         if self._group is not None:
             start_exchange(sends, receives, self._group)()
@@ -156,7 +166,10 @@ class Agreement:
 
 def rank_name(share: Share, rank: int, host: str | None) -> str:
     node, local_rank = divmod(rank, share.ranks_per_node)
-    known = [*([host] if host is not None else []), *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else [])]
+    known = [
+        *([host] if host is not None else []),
+        *([f"rank {local_rank} of it"] if share.ranks_per_node > 1 else []),
+    ]
     return f"node {node} ({', '.join(known)})" if known else f"node {node}"
 
 

@@ -49,7 +49,12 @@ class ActivationPools:
     """
 
     def __init__(
-        self, activation: Activation, device: int, host: int, ssd: int, arguments: Callable[[Visit, int], Arguments]
+        self,
+        activation: Activation,
+        device: int,
+        host: int,
+        ssd: int,
+        arguments: Callable[[Visit, int], Arguments],
     ):
         self._activation = activation
         self._arguments = arguments
@@ -62,7 +67,9 @@ class ActivationPools:
         self._visits: Sequence[Visit] = ()
         self._batch: BatchShape | None = None
         self._arguments_in_turn: list[Arguments] = []  # Of each compute task of a pass
-        self._positions: dict[ActivationKey, list[int]] = {}  # Compute tasks that read each activation, last first
+        self._positions: dict[
+            ActivationKey, list[int]
+        ] = {}  # Compute tasks that read each activation, last first
         self._uses: dict[ActivationKey, list[int]] = {}  # The same for what is left of the pass
         self.arguments: Iterator[Arguments] = iter(())
         """Arguments of the pass's compute tasks, in order."""
@@ -131,7 +138,9 @@ class ActivationPools:
 
     def _room_on_device(self, key: ActivationKey, pinned: list[ActivationKey]) -> tuple[int, list[Task]]:
         """Return a device buffer for ``key``, and the tasks after which it may be overwritten."""
-        index, leaving = self._device.take(key, pinned, spare_empty=self._host.has_room() or bool(self._ssd_free))
+        index, leaving = self._device.take(
+            key, pinned, spare_empty=self._host.has_room() or bool(self._ssd_free)
+        )
         slot = self._device.slots[index]
         after = slot.busy()
         if leaving is None or self._host.find(leaving) is not None or leaving in self._ssd:

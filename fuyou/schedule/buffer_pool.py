@@ -99,7 +99,9 @@ class Pool:
                 return empty, None
             heapq.heappush(self._empty, (self.slots[empty].last_use, empty))
         if evicted is None:
-            raise FinetuneError(f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none.")
+            raise FinetuneError(
+                f"All {len(self.slots)} buffers of the {self.name} pool are in use; {key} finds none."
+            )
         index, use = evicted
         slot = self.slots[index]
         leaving = slot.key
@@ -115,7 +117,9 @@ class Pool:
         with ``idle`` not at all.
         """
         if self._sorted is None or not self._announced:
-            self._sorted = [self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None]
+            self._sorted = [
+                self._entry(index) for index, slot in enumerate(self.slots) if slot.key is not None
+            ]
             heapq.heapify(self._sorted)
         best: tuple[int, float] | None = None
         spared: dict[int, tuple[int, float]] = {}

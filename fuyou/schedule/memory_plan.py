@@ -87,7 +87,10 @@ class MemoryPlan:
         passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
         kinds = Counter(layout.records[index].kind for index in held)
         trained = Counter(layout.records[index].kind for index in layout.trainable)
-        return any(min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind) for kind in kinds)
+        return any(
+            min(kinds[kind] + passing[kind], trained[kind]) > self.counts.host_gradients(kind)
+            for kind in kinds
+        )
 
 
 def chunk_elements(layout: ModelLayout) -> int:
@@ -111,7 +114,9 @@ class MemoryCounter:
         saved_bytes: bytes of operator outputs that one layer saves for one micro-batch of a batch.
     """
 
-    def __init__(self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]):
+    def __init__(
+        self, layout: ModelLayout, config: PreTrainedConfig, cpu: bool, saved_bytes: Callable[[Batch], int]
+    ):
         self._layout = layout
         self._config = config
         self._cpu = cpu
@@ -143,7 +148,9 @@ class MemoryCounter:
             chunk_elements=self._chunk_elements,
             activation_bytes=round_up(batch.micro_tokens * hidden * layout.precision.parameter_bytes, 4096),
             saved_bytes=round_up(self._row_bytes(batch) if chunked else self._saved_bytes(batch), 4096),
-            key_gradient_bytes=self._keys.gradients * batch.seq_len + self._keys.state_gradients if chunked else 0,
+            key_gradient_bytes=self._keys.gradients * batch.seq_len + self._keys.state_gradients
+            if chunked
+            else 0,
             head_columns=columns,
             wide_blocks=split and several and bool(layout.sizes[Kind.BLOCK].trained_elements),
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
@@ -198,7 +205,9 @@ class MemoryCounter:
             pairs = batch.seq_len * (batch.seq_len + batch.columns) // 2
             return batch.seq_len * self._keys.arguments + pairs * self._keys.masks
         attention = self._layout.attention
-        return self._layout.carried_bytes(batch.seq_len) + attention.mask_bytes(batch.seq_len, self._layout.padded)
+        return self._layout.carried_bytes(batch.seq_len) + attention.mask_bytes(
+            batch.seq_len, self._layout.padded
+        )
 
     @cached_property
     def _keys(self) -> KeyMemory:

@@ -61,7 +61,12 @@ class MemoryPlanner:
         self._adapters = len(layout.of_kind(Kind.ADAPTER))
 
     def plan(
-        self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs = ENGINE_LOSS, chunk: int | None = None
+        self,
+        rows: int,
+        seq_len: int,
+        micro_rows: int | None,
+        loss: LossInputs = ENGINE_LOSS,
+        chunk: int | None = None,
     ) -> MemoryPlan:
         """Return the best plan that fits: micro-batches as large as the device takes (or as given), then buffers.
 
@@ -77,7 +82,12 @@ class MemoryPlanner:
                 return self._plan(self._whole_rows(rows, seq_len, micro_rows, loss))
             except UserError:
                 sizes = [size for power in range(10, 40) if (size := 1 << power) < seq_len]
-                if chunk is not None or not sizes or self._block_is_too_large() or self._chunk_obstacle() is not None:
+                if (
+                    chunk is not None
+                    or not sizes
+                    or self._block_is_too_large()
+                    or self._chunk_obstacle() is not None
+                ):
                     raise
         else:
             sizes = [chunk]
@@ -103,9 +113,8 @@ class MemoryPlanner:
             ),
         }
         if chunk is not None and chunk < 3 and not any(obstacles.values()) and layout.key_memory().states:
-            return (
-                "of fewer than 3 tokens through this model, which carries states"  # chunks of one change them in place
-            )
+            # Chunks of one token change them in place
+            return "of fewer than 3 tokens through this model, which carries states"
         return next((words for words, holds in obstacles.items() if holds), None)
 
     def _whole_rows(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs) -> list[Batch]:
@@ -143,7 +152,9 @@ class MemoryPlanner:
         if not self.layout.orders:
             return sizes
         trained = bool(self.layout.sizes[Kind.BLOCK].trained_elements)
-        batches = [replace(size, most_together=most) for size in sizes for most in _halvings(size.micro_batches)]
+        batches = [
+            replace(size, most_together=most) for size in sizes for most in _halvings(size.micro_batches)
+        ]
         return sorted(batches, key=lambda size: size.passes_in_pieces(trained))
 
     def _fit(self, counter: MemoryCounter, batch: Batch, device: BufferCounts) -> MemoryPlan | None:
@@ -163,7 +174,9 @@ class MemoryPlanner:
             filler = _Filler(self, counter, batch, ring, columns)
             filled = filler.add_activations(counts) if filler.host_room(counts) >= 0 else None
             if filled is not None:
-                filled = filler.add_deferred_gradients(filler.add_saved_outputs(filled, saved), self._deferred)
+                filled = filler.add_deferred_gradients(
+                    filler.add_saved_outputs(filled, saved), self._deferred
+                )
                 return filler.add_cache(filled, self.host_cache, self._speculative)
         return None
 
@@ -177,7 +190,11 @@ class MemoryPlanner:
         few = min(2, self._adapters)
         towers = len(self.layout.of_kind(Kind.TOWER))
         return replace(
-            counts, device_adapters=few, device_adapter_gradients=few, device_towers=towers, host_towers=towers
+            counts,
+            device_adapters=few,
+            device_adapter_gradients=few,
+            device_towers=towers,
+            host_towers=towers,
         )
 
     def _adapter_ladder(self) -> list[tuple[int, int]]:
@@ -220,7 +237,9 @@ class MemoryPlanner:
         if batch.chunks > 1:
             smaller = " A smaller --chunk needs less."
             tokens = f"{batch.columns} of {batch.seq_len} tokens"
-        block, outer = (max(r.numel for r in self.layout.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK))
+        block, outer = (
+            max(r.numel for r in self.layout.of_kind(kind)) for kind in (Kind.BLOCK, Kind.NON_BLOCK)
+        )
         towers = sum(record.numel for record in self.layout.of_kind(Kind.TOWER))
         in_towers = f", {towers:,} of them in towers that stay on the device" if towers else ""
         return UserError(
@@ -288,7 +307,9 @@ class _Filler:
         nbytes = self.planner.layout.sizes[Kind.BLOCK].gradient_nbytes
         if not nbytes:
             return counts
-        more = max(0, min(self.host_room(counts) // nbytes, deferred, len(self.planner.layout.of_kind(Kind.BLOCK))))
+        more = max(
+            0, min(self.host_room(counts) // nbytes, deferred, len(self.planner.layout.of_kind(Kind.BLOCK)))
+        )
         return replace(counts, host_block_gradients=counts.host_block_gradients + more)
 
     def add_cache(self, counts: BufferCounts, limit: int | None, speculative: bool) -> MemoryPlan:
@@ -376,5 +397,12 @@ def _host_ladder(device: BufferCounts) -> Iterator[tuple[BufferCounts, float]]:
 
     A ring of three blocks lets the SSDs read states while a forward pass leaves them idle; two chunks are the minimum.
     """
-    for blocks, gradients, ring in ((4, 2, 3.0), (4, 2, 2.0), (3, 2, 1.0), (3, 1, 0.5), (2, 1, 0.25), (1, 1, 0.0)):
+    for blocks, gradients, ring in (
+        (4, 2, 3.0),
+        (4, 2, 2.0),
+        (3, 2, 1.0),
+        (3, 1, 0.5),
+        (2, 1, 0.25),
+        (1, 1, 0.0),
+    ):
         yield replace(device, host_blocks=blocks, host_block_gradients=gradients), ring

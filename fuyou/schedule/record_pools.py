@@ -67,7 +67,9 @@ class RecordSlots:
 
     def commit_step(self, step: int, ended: Task | None) -> None:
         """Commit ``step`` when all writes are done and the caller has ``ended`` it."""
-        for updated in self._unwritten.values():  # updated in a step that was not due, and committed by a flush
+        for (
+            updated
+        ) in self._unwritten.values():  # updated in a step that was not due, and committed by a flush
             self._write(Op.RESIDENT_WRITE, updated)
         self._unwritten.clear()
         after = list(itertools.chain.from_iterable(self.writes))
@@ -83,7 +85,9 @@ class RecordSlots:
         nbytes = record.state_nbytes + (record.parameter_nbytes if together else 0)
         writes = [self._emit(op, [updated.update], nbytes=nbytes, **fields)]
         if not together:
-            writes.append(self._emit(Op.PARAMETER_WRITE, [updated.ready], nbytes=record.parameter_nbytes, **fields))
+            writes.append(
+                self._emit(Op.PARAMETER_WRITE, [updated.ready], nbytes=record.parameter_nbytes, **fields)
+            )
         for write in writes:
             self._host[record.kind].use(updated.host, write)
         self.writes[updated.index] = writes
@@ -108,7 +112,12 @@ class ParameterPools:
         used_from_host: Callable[[Record, int], bool] | None = None,
     ):
         self._device = {
-            kind: Pool(f"device parameters ({kind.value})", counts.device(kind), next_use, _spared(counts.device(kind)))
+            kind: Pool(
+                f"device parameters ({kind.value})",
+                counts.device(kind),
+                next_use,
+                _spared(counts.device(kind)),
+            )
             for kind in Kind
         }
         self._host = host
@@ -231,12 +240,15 @@ class GradientPools:
         first_use: returns the position of a record's first use in a step, by which its update must be done.
     """
 
-    def __init__(self, layout: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask):
+    def __init__(
+        self, layout: ModelLayout, counts: BufferCounts, first_use: Callable[[int], int], emit: AddTask
+    ):
         self._records = layout.records
         self._first_use = first_use
         self._emit = emit
         self._pools = {
-            kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use) for kind in Kind
+            kind: Pool(f"host gradients ({kind.value})", counts.host_gradients(kind), self._next_use)
+            for kind in Kind
         }
         self.pending: dict[int, int] = {}
         """Record -> step of its gradient, which waits for its update."""

@@ -70,7 +70,8 @@ class Scheduler:
 
         next_use = self._pass.next_use
         host = {
-            kind: Pool(f"host parameters ({kind.value})", counts.host(kind), next_use, announced=True) for kind in Kind
+            kind: Pool(f"host parameters ({kind.value})", counts.host(kind), next_use, announced=True)
+            for kind in Kind
         }
         self._slots = RecordSlots(layout, slot, host, self._emit)
         past_host = self._pass.used_from_host if direct_reads else None
@@ -293,7 +294,9 @@ class Scheduler:
             ready = self._emit(Op.GRADIENT_REDUCE, [ready], record=record.index, source=buffer, nbytes=nbytes)
         if share.nodes > 1:
             nbytes = (sum(record.filled_parts) - record.filled_parts[share.node]) * width
-            ready = self._emit(Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes)
+            ready = self._emit(
+                Op.GRADIENT_EXCHANGE, [ready], record=record.index, source=buffer, nbytes=nbytes
+            )
         return ready
 
     def _update_pending(self, index: int, durable: bool) -> None:
@@ -303,7 +306,9 @@ class Scheduler:
             record = self.layout.records[index]
             self._update(record, *self._gradients.fetch(record), step, durable)
 
-    def _update(self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False) -> None:
+    def _update(
+        self, record: Record, gradient: int, ready: Task, step: int, durable: bool, keep: bool = False
+    ) -> None:
         """Read the record's states, update, write parameters and states to the other slot.
 
         States of a resident record are read the first time only (and again after a void update), and written only if
@@ -321,11 +326,19 @@ class Scheduler:
         if record.index in self._resident:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *self._parameters.host_users(record, host)]
-        if self._slots.commit is not None:  # until it is done, a killed run continues from the slot that is written
+        if (
+            self._slots.commit is not None
+        ):  # until it is done, a killed run continues from the slot that is written
             waits.append(self._slots.commit)
         target = self._slots.target if written else None
         update = self._emit(
-            Op.UPDATE, waits, record=record.index, source=host, gradient=gradient, nbytes=record.owned, target=target
+            Op.UPDATE,
+            waits,
+            record=record.index,
+            source=host,
+            gradient=gradient,
+            nbytes=record.owned,
+            target=target,
         )
         update.step = step
         updated = UpdatedRecord(record.index, update, self._exchange_parameters(record, host, update), host)

@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fuyou.layout.model_layout import FORWARD_PHASES, REFERENCE_PHASES, ModelLayout, Phase, Recomputation, Visit
+from fuyou.layout.model_layout import (
+    FORWARD_PHASES,
+    REFERENCE_PHASES,
+    ModelLayout,
+    Phase,
+    Recomputation,
+    Visit,
+)
 from fuyou.layout.record import Kind
 
 
@@ -20,28 +27,51 @@ class Resource(Enum):
     INTER_NODE = "inter_node"  # The network between nodes
     NONE = "none"
 
-    __hash__ = object.__hash__  # there is one object for each member; Enum's own hash runs in Python, millions of times
+    __hash__ = (
+        object.__hash__
+    )  # there is one object for each member; Enum's own hash runs in Python, millions of times
 
 
 class Op(Enum):
     """Kinds of task. Each kind runs first in, first out, in its lane; several lanes share a resource."""
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
-    PARAMETER_READ_DEVICE = ("parameter read to the device", Resource.SSD)  # SSD -> device, past the host's memory
+    PARAMETER_READ_DEVICE = (
+        "parameter read to the device",
+        Resource.SSD,
+    )  # SSD -> device, past the host's memory
     PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
-    PARAMETER_GATHER = ("parameter gather", Resource.INTRA_NODE)  # from the ranks of the node, each with its slice
+    PARAMETER_GATHER = (
+        "parameter gather",
+        Resource.INTRA_NODE,
+    )  # from the ranks of the node, each with its slice
     COMPUTE = ("compute", Resource.GPU)
-    GRADIENT_REDUCE = ("gradient reduction", Resource.INTRA_NODE)  # over the ranks of the node, each keeps its slice
-    GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)  # over nodes, each rank keeps its part of the slice
+    GRADIENT_REDUCE = (
+        "gradient reduction",
+        Resource.INTRA_NODE,
+    )  # over the ranks of the node, each keeps its slice
+    GRADIENT_EXCHANGE = (
+        "gradient exchange",
+        Resource.INTER_NODE,
+    )  # over nodes, each rank keeps its part of the slice
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
-    GRADIENT_WRITE = ("gradient write", Resource.SSD)  # deferred updates whose gradient finds no room in host memory
+    GRADIENT_WRITE = (
+        "gradient write",
+        Resource.SSD,
+    )  # deferred updates whose gradient finds no room in host memory
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)  # done once it is requested: the update waits for the bytes
     UPDATE = ("update", Resource.ADAM)
     PARAMETER_SPREAD = ("parameter spread", Resource.INTER_NODE)  # what each rank has updated, to all nodes
     STATE_WRITE = ("state write", Resource.SSD)  # parameters and states; the update begins it, chunk by chunk
-    RESIDENT_WRITE = ("resident write", Resource.SSD)  # the same of a record that lives in host memory, for a commit
-    PARAMETER_WRITE = ("parameter write", Resource.SSD)  # of several nodes: the parameters, once they are spread
+    RESIDENT_WRITE = (
+        "resident write",
+        Resource.SSD,
+    )  # the same of a record that lives in host memory, for a commit
+    PARAMETER_WRITE = (
+        "parameter write",
+        Resource.SSD,
+    )  # of several nodes: the parameters, once they are spread
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
     ACTIVATION_READ = ("activation read", Resource.SSD)
@@ -63,7 +93,9 @@ EXCHANGES = (Op.PARAMETER_GATHER, Op.GRADIENT_REDUCE, Op.GRADIENT_EXCHANGE)
 SSD_READS = frozenset(
     {Op.PARAMETER_READ, Op.PARAMETER_READ_DEVICE, Op.GRADIENT_READ, Op.STATE_READ, Op.ACTIVATION_READ}
 )
-SSD_WRITES = frozenset({Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE})
+SSD_WRITES = frozenset(
+    {Op.GRADIENT_WRITE, Op.STATE_WRITE, Op.RESIDENT_WRITE, Op.PARAMETER_WRITE, Op.ACTIVATION_WRITE}
+)
 
 
 class Activation(Enum):
@@ -85,9 +117,13 @@ class Task:
     flops: float = 0.0  # Floating-point operations that it computes
     step: int = 0
     record: int | None = None  # Index of the record; None for activations and for the end of a step
-    visit: Visit | None = None  # Visit that it belongs to, of a task that computes or that moves what a visit leaves
+    visit: Visit | None = (
+        None  # Visit that it belongs to, of a task that computes or that moves what a visit leaves
+    )
     micro: int | None = None  # Number of its micro-batch, from 0
-    source: int | None = None  # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
+    source: int | None = (
+        None  # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
+    )
     target: int | None = None  # Index of the slot that it writes to; None for an update that is not written
     gradient: int | None = None  # Gradient slot of an update, or of the compute task that accumulates into it
     activation: Activation = Activation.HIDDEN  # Kind of activation that it moves

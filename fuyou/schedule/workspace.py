@@ -35,7 +35,9 @@ class Workspace:
         self._cpu = cpu
         self._width = layout.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
-        self._feed_forward = 2 * _active_width(self._text)  # What any saves: the gated ones of most families, 4 times
+        self._feed_forward = 2 * _active_width(
+            self._text
+        )  # What any saves: the gated ones of most families, 4 times
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
@@ -69,11 +71,15 @@ class Workspace:
         vocabulary = self._text.vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width
         logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
-        logits += tokens * batch.loss.outputs * 2 * 4  # on the device: a chunk's outputs, or their gradients, in parts
+        logits += (
+            tokens * batch.loss.outputs * 2 * 4
+        )  # on the device: a chunk's outputs, or their gradients, in parts
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
         head = logits + 3 * layout.sizes[Kind.NON_BLOCK].trained_parameter * width
-        return head + tokens * layout.non_block_adapter_memory.per_token + layout.non_block_adapter_memory.fixed
+        return (
+            head + tokens * layout.non_block_adapter_memory.per_token + layout.non_block_adapter_memory.fixed
+        )
 
     def _block(self, batch: Batch) -> int:
         layout = self._layout
@@ -92,7 +98,9 @@ class Workspace:
         keys = self._layout.key_memory()
         length = batch.seq_len
         dense = keys.pairs * batch.columns * length
-        return length * keys.computing + (dense or self._layout.attention.chunk_bytes(batch.columns, length, self._cpu))
+        return length * keys.computing + (
+            dense or self._layout.attention.chunk_bytes(batch.columns, length, self._cpu)
+        )
 
     def _passes(self, batch: Batch, per_token: float, fixed: int) -> int:
         """Return the bytes of the running passes through a block in pieces.
@@ -111,13 +119,20 @@ class Workspace:
         if self._layout.sizes[Kind.BLOCK].trained_elements:
             return batch.micro_batches * (pass_nbytes + library) + fixed  # a backward pass of all together
         between = max(order.between_bytes for order in self._layout.orders)
-        return pass_nbytes + (batch.together - 1) * batch.micro_tokens * between + batch.together * library + fixed
+        return (
+            pass_nbytes
+            + (batch.together - 1) * batch.micro_tokens * between
+            + batch.together * library
+            + fixed
+        )
 
 
 def expert_width(text: PreTrainedConfig) -> int:
     """Return the width of all feed-forward networks that are active for a token; 0 without experts."""
     active = getattr(text, "num_experts_per_tok", None)
-    return active * (getattr(text, "moe_intermediate_size", None) or _feed_forward_width(text)) if active else 0
+    return (
+        active * (getattr(text, "moe_intermediate_size", None) or _feed_forward_width(text)) if active else 0
+    )
 
 
 def activation_elements_per_token(config: PreTrainedConfig) -> float:
@@ -141,8 +156,14 @@ def _widest(text: PreTrainedConfig) -> int:
 
 
 def _feed_forward_width(text: PreTrainedConfig) -> int:
-    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or getattr(text, "n_inner", None)
-    return max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size  # some have one for each layer
+    width = (
+        getattr(text, "intermediate_size", None)
+        or getattr(text, "ffn_dim", None)
+        or getattr(text, "n_inner", None)
+    )
+    return (
+        max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size
+    )  # some have one for each layer
 
 
 def _query_width_in(layer: PreTrainedConfig) -> int:

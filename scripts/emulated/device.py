@@ -81,16 +81,26 @@ class EmulatedSpec:
             fields[name.strip()] = value.strip()
         missing = [name for name in ("tflops", "memory", "link") if name not in fields]
         if missing or ("ssd_read" in fields) != ("ssd_write" in fields):
-            raise UserError(f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}")
+            raise UserError(
+                f"Device {text!r} lacks {', '.join(missing) or 'one of the two SSD rates'}. {_USAGE}"
+            )
         tflops, norm = (_number(name, fields.get(name, "1e-3"), text) for name in ("tflops", "norm"))
         throttle = None
         if "ssd_read" in fields:
             cache = parse_bytes(fields["ssd_cache"]) if "ssd_cache" in fields else math.inf
             full = _rate(fields["ssd_full"]) if "ssd_full" in fields else math.inf
             throttle = IoThrottle(_rate(fields["ssd_read"]), _rate(fields["ssd_write"]), cache, full)
-        intra_node, inter_node = (_rate(fields[name]) if name in fields else None for name in ("inside", "across"))
+        intra_node, inter_node = (
+            _rate(fields[name]) if name in fields else None for name in ("inside", "across")
+        )
         spec = EmulatedSpec(
-            tflops * 1e12, parse_bytes(fields["memory"]), _rate(fields["link"]), throttle, intra_node, inter_node, norm
+            tflops * 1e12,
+            parse_bytes(fields["memory"]),
+            _rate(fields["link"]),
+            throttle,
+            intra_node,
+            inter_node,
+            norm,
         )
         rates = [rate for rate in (intra_node, inter_node) if rate is not None]
         if min(spec.flops_per_second, spec.memory_bytes, spec.link_bytes_per_second, *rates) <= 0:
@@ -206,7 +216,9 @@ class TimedComputation:
         start_time: when the step began, on :func:`time.monotonic`'s clock.
     """
 
-    def __init__(self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, start_time: float):
+    def __init__(
+        self, device: EmulatedDevice, executor: Executor, tasks: StepList, tokens: int, start_time: float
+    ):
         self.tasks, self.tokens, self.start_time = tasks, tokens, start_time
         self.loss = self.share = 0.0
         self.router: RouterPass | None = None

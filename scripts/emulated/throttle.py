@@ -54,7 +54,9 @@ class IoThrottle:
         """Return how long the drive is busy with ``nbytes`` bytes, after ``written`` bytes were written."""
         if direction == "read":
             return nbytes / self.read_bytes_per_second
-        return nbytes / (self.write_bytes_per_second if written < self.cache_bytes else self.full_bytes_per_second)
+        return nbytes / (
+            self.write_bytes_per_second if written < self.cache_bytes else self.full_bytes_per_second
+        )
 
     def clock(self, directory: Path) -> "PacedClock":
         """Return the clock of the drive of ``directory``, a store's; its scratch files are on the same drive."""
@@ -64,7 +66,10 @@ class IoThrottle:
 def clock_file(directory: Path) -> Path:
     """Return the file of the clock of the drive that a store's directory stands for."""
     drive = directory.parent if directory.name == SCRATCH else directory
-    return Path(tempfile.gettempdir()) / f"drive-clock-{hashlib.sha256(str(drive.resolve()).encode()).hexdigest()[:16]}"
+    return (
+        Path(tempfile.gettempdir())
+        / f"drive-clock-{hashlib.sha256(str(drive.resolve()).encode()).hexdigest()[:16]}"
+    )
 
 
 class DriveClock:

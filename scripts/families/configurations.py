@@ -10,10 +10,17 @@ from common.models.miniature import miniature
 _HEADS = {"head_dim": 128}
 LACKING: dict[str, dict[str, Any]] = {
     # Defaults that no model can be built from.
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS,
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},

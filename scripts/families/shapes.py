@@ -137,7 +137,8 @@ def shapes_section(plans: Sequence[ShapePlan]) -> list[str]:
     for name in sorted({plan.name for plan in models}, key=str.lower):
         ways = {plan.way: plan for plan in models if plan.name == name}
         cells = [
-            "refused" if plan.reason else "fp32" if plan.fp32 else "planned" for plan in (ways[way] for way in WAYS)
+            "refused" if plan.reason else "fp32" if plan.fp32 else "planned"
+            for plan in (ways[way] for way in WAYS)
         ]
         lines.append(f"| {name} | {format_count(ways['full'].parameters)} | {cells[0]} | {cells[1]} |")
     lines += [""] if models else []
@@ -149,7 +150,9 @@ def shapes_section(plans: Sequence[ShapePlan]) -> list[str]:
                 fp32 = sum(1 for plan in these if plan.fp32 and not plan.reason)
                 in_fp32 = f" ({fp32} in fp32)" if fp32 else ""
                 lines.append(f"* {title}, {way}: {len(these) - refused} planned{in_fp32}, {refused} refused.")
-    lines += [""] + [f"* **{plan.name}**, {plan.way}: {_sentence(plan.reason)}." for plan in plans if plan.reason]
+    lines += [""] + [
+        f"* **{plan.name}**, {plan.way}: {_sentence(plan.reason)}." for plan in plans if plan.reason
+    ]
     return lines
 
 

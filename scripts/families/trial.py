@@ -43,11 +43,15 @@ class Mode:
     lora: bool = False
     micro_batches: int = 1
     chunk: int | None = None  # Tokens of a row that are computed at once
-    unproven: bool = False  # Whether the engine leaves out its own proof, so that what that would refuse is seen
+    unproven: bool = (
+        False  # Whether the engine leaves out its own proof, so that what that would refuse is seen
+    )
 
     @property
     def name(self) -> str:
-        words = [word for word, on in (("packed", self.packed), ("bf16", self.bf16), ("lora", self.lora)) if on]
+        words = [
+            word for word, on in (("packed", self.packed), ("bf16", self.bf16), ("lora", self.lora)) if on
+        ]
         words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         return " ".join(words + ([f"chunks of {self.chunk}"] if self.chunk else [])) or "plain"
 
@@ -73,7 +77,9 @@ class Finding:
     """What came of one family."""
 
     name: str
-    verdict: str  # ``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory
+    verdict: (
+        str  # ``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory
+    )
     reason: str = ""
     losses: list[list[float]] = field(default_factory=list)  # Of each step, in memory and out of core
     loss_difference: float = 0.0
@@ -106,7 +112,10 @@ def try_family(name: str, mode: Mode) -> Finding:
         written = [path for path in (work / "ssd").rglob("*") if path.is_file()]
         finding.verdict, finding.reason = "refused", str(error)
         if written:
-            finding.verdict, finding.reason = "crash", f"refused when {len(written)} files were written: {error}"
+            finding.verdict, finding.reason = (
+                "crash",
+                f"refused when {len(written)} files were written: {error}",
+            )
     except Exception as error:
         finding.verdict, finding.reason = "crash", _located(error)
     finally:
@@ -177,7 +186,9 @@ class _Trial:
                 parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
         path = self._work / "checkpoint"
         model.save_pretrained(path)
-        config.save_pretrained(path)  # a model of one part has saved that part's alone, which nothing can be built from
+        config.save_pretrained(
+            path
+        )  # a model of one part has saved that part's alone, which nothing can be built from
         return path
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -202,7 +213,9 @@ class _Trial:
             packed=mode.packed,
         )  # fmt: skip
 
-    def _evaluated(self, engine: fuyou.Engine, batch: dict[str, torch.Tensor]) -> list[tuple[str, float, float]]:
+    def _evaluated(
+        self, engine: fuyou.Engine, batch: dict[str, torch.Tensor]
+    ) -> list[tuple[str, float, float]]:
         """Export the model; return pairs of losses that must be equal, and what they say."""
         given: dict[str, Any] = dict(batch)
         rows: list[dict[str, Any]] = [
@@ -222,7 +235,9 @@ class _Trial:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
         assert isinstance(model, PreTrainedModel)
         if dtype != torch.float32:  # some families compute the loss of logits in bf16, the engine never
-            model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.float())
+            model.get_output_embeddings().register_forward_hook(
+                lambda _module, _inputs, logits: logits.float()
+            )
         return model
 
     def _in_memory(self, checkpoint: Path, batches: list[dict[str, torch.Tensor]]) -> "_Expected":
@@ -258,7 +273,9 @@ class _Trial:
     def _judge(self, expected: "_Expected", losses: list[float], trained: dict[str, torch.Tensor]) -> None:
         finding = self._finding
         finding.losses = [expected.losses, losses]
-        finding.loss_difference = max(abs(first - two) for first, two in zip(expected.losses, losses, strict=True))
+        finding.loss_difference = max(
+            abs(first - two) for first, two in zip(expected.losses, losses, strict=True)
+        )
         if self._mode.compares_gradients:
             self._judge_gradients(expected, trained)
             return
@@ -274,9 +291,15 @@ class _Trial:
                 worst, finding.tensor = excess, name
         finding.verdict = "exact"
         if finding.loss_difference > (APART_LOSS if self._mode.packed else EXACT_LOSS):
-            step = next(at for at, (first, two) in enumerate(zip(expected.losses, losses, strict=True)) if first != two)
+            step = next(
+                at
+                for at, (first, two) in enumerate(zip(expected.losses, losses, strict=True))
+                if first != two
+            )
             finding.verdict = "wrong"
-            finding.reason = f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
+            finding.reason = (
+                f"loss of step {step + 1}: {losses[step]:.6f}, in memory {expected.losses[step]:.6f}"
+            )
         elif worst > 1:
             finding.verdict, finding.reason = "wrong", f"weights differ by {finding.weight_difference:.1e}"
 
@@ -288,7 +311,10 @@ class _Trial:
         finding.weight_difference, finding.verdict = apart[finding.tensor], "exact"
         finding.loss_difference /= abs(expected.losses[0])
         if finding.loss_difference > EXACT_LOSS:
-            finding.verdict, finding.reason = "wrong", f"the loss differs by {finding.loss_difference:.1e} of it"
+            finding.verdict, finding.reason = (
+                "wrong",
+                f"the loss differs by {finding.loss_difference:.1e} of it",
+            )
         elif finding.weight_difference > EXACT_WEIGHT:
             finding.verdict = "wrong"
             finding.reason = f"a gradient differs by {finding.weight_difference:.1e} of the model's largest"

@@ -20,9 +20,13 @@ class Twin:
 
     def __init__(self, model: nn.Module, masters: dict[str, torch.Tensor], options: dict[str, float]):
         self.model, self.masters, self._options = model.train(), masters, options
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if name in masters}
+        self._parameters = {
+            name: parameter for name, parameter in model.named_parameters() if name in masters
+        }
         self._moments = {name: (_padded(master * 0), _padded(master * 0)) for name, master in masters.items()}
-        self.steps = dict.fromkeys(masters, 0)  # by parameter, as AdamW counts: those in which it had a gradient
+        self.steps = dict.fromkeys(
+            masters, 0
+        )  # by parameter, as AdamW counts: those in which it had a gradient
         self._decayed = frozenset(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         self._load()
 
@@ -75,7 +79,9 @@ class Twin:
         for items in (count, 4 * count):
             torch.set_rng_state(state)
             with torch.no_grad():
-                losses.append(float(self.model(**part, use_cache=False, num_items_in_batch=torch.tensor(items)).loss))
+                losses.append(
+                    float(self.model(**part, use_cache=False, num_items_in_batch=torch.tensor(items)).loss)
+                )
         torch.set_rng_state(state)
         return losses[1] < 0.5 * losses[0]
 
@@ -110,7 +116,9 @@ class Twin:
     @torch.no_grad()
     def _load(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(_rounded(self.masters[name]) if parameter.dtype == torch.bfloat16 else self.masters[name])
+            parameter.copy_(
+                _rounded(self.masters[name]) if parameter.dtype == torch.bfloat16 else self.masters[name]
+            )
 
 
 def _takes_items(model: nn.Module) -> bool:

@@ -22,7 +22,10 @@ from common.data.demo_text import demo_documents, train_demo_tokenizer
 from gpu.journal import ROOT, Check, describe
 
 STEPS, KILLED_AFTER = 6, 3
-TOLERANCE = {"bf16": 2e-2, "fp32": 5e-3}  # Relative difference from the CPU's losses that still counts as rounding
+TOLERANCE = {
+    "bf16": 2e-2,
+    "fp32": 5e-3,
+}  # Relative difference from the CPU's losses that still counts as rounding
 RUN_S = 120.0  # Seconds after which a run hangs
 LORA = "--lora-rank", "8"
 LOSS = "loss_metrics/global_avg_loss"
@@ -87,7 +90,10 @@ def run(check: Check) -> None:
             if device != "cpu":
                 begun[pool.submit(finetune, on_cpu(case), root, check, "cpu", "cpu")] = case, "cpu"
             if case.resumed:
-                begun[pool.submit(finetune, case, root, check, device, "resumed", KILLED_AFTER)] = case, "resumed"
+                begun[pool.submit(finetune, case, root, check, device, "resumed", KILLED_AFTER)] = (
+                    case,
+                    "resumed",
+                )
         for future in as_completed(begun):
             case, where = begun[future]
             try:
@@ -129,7 +135,9 @@ def row_of(case: Case, ended: "dict[str, Outcome | Exception]", check: Check) ->
         problems += [] if row["resumed_equal"] else ["wrong"]
     if takes_flash(case, check) and not on_device.figures.get("flash_calls"):
         problems.append("not by flash attention")
-    row["verdict"] = ", ".join(dict.fromkeys(problems)) or ("right" if isinstance(expected, Outcome) else "ran")
+    row["verdict"] = ", ".join(dict.fromkeys(problems)) or (
+        "right" if isinstance(expected, Outcome) else "ran"
+    )
     if "resumed" in failed:
         row["verdict"] = "failed"
     return row
@@ -137,7 +145,11 @@ def row_of(case: Case, ended: "dict[str, Outcome | Exception]", check: Check) ->
 
 def takes_flash(case: Case, check: Check) -> bool:
     """Return whether packed rows have to take flash attention: in 16 bits, from Ampere on."""
-    return check.cuda and case.dtype == "bf16" and torch.cuda.get_device_capability(check.settings.device) >= (8, 0)
+    return (
+        check.cuda
+        and case.dtype == "bf16"
+        and torch.cuda.get_device_capability(check.settings.device) >= (8, 0)
+    )
 
 
 def make_models(root: Path) -> None:
@@ -181,7 +193,9 @@ class Outcome:
     seconds: float
 
 
-def finetune(case: Case, root: Path, check: Check, device: str, where: str, killed_after: int | None = None) -> Outcome:
+def finetune(
+    case: Case, root: Path, check: Check, device: str, where: str, killed_after: int | None = None
+) -> Outcome:
     """Run the command, once more from where it was killed if it is to be; return its losses."""
     began = time.monotonic()
     limit = min(RUN_S if check.cuda else check.left(), check.left())
@@ -208,7 +222,9 @@ def finetune(case: Case, root: Path, check: Check, device: str, where: str, kill
                 process = _start([*words, "--resume"], case, file)
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"stopped after {limit:.0f} s, {log.name} ends with: {log.read_text()[-200:]}") from None
+            raise TimeoutError(
+                f"stopped after {limit:.0f} s, {log.name} ends with: {log.read_text()[-200:]}"
+            ) from None
         finally:
             process.kill()
             process.wait()
@@ -223,7 +239,9 @@ def finetune(case: Case, root: Path, check: Check, device: str, where: str, kill
 
 
 def _start(words: list[Any], case: Case, log: Any) -> "subprocess.Popen[bytes]":
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONPATH=str(ROOT), **case.environment)
+    environment = dict(
+        os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONPATH=str(ROOT), **case.environment
+    )
     command = [sys.executable, "-c", RUN, *map(str, words)]
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

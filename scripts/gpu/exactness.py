@@ -128,7 +128,9 @@ def _workers(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
-def compare(case: Case, device: str, ssd: str, deadline: float = float("inf"), alone: bool = False) -> dict[str, Any]:
+def compare(
+    case: Case, device: str, ssd: str, deadline: float = float("inf"), alone: bool = False
+) -> dict[str, Any]:
     """Run one case; return a row of the table in any case. End the process if the device can do nothing more, unless it
     is ``alone`` for this case: all later calls would fail, too."""
     row: dict[str, Any] = {"name": case.name, "dtype": case.dtype, "micro_batch": case.micro_batch}
@@ -143,7 +145,12 @@ def compare(case: Case, device: str, ssd: str, deadline: float = float("inf"), a
             shutil.rmtree(root)
             root.mkdir()
             try:
-                return {**row, "strict": strict, **_run(case, device, root), "seconds": time.monotonic() - began}
+                return {
+                    **row,
+                    "strict": strict,
+                    **_run(case, device, root),
+                    "seconds": time.monotonic() - began,
+                }
             except RuntimeError as error:
                 if not strict or "determinis" not in str(error):
                     raise
@@ -181,7 +188,9 @@ def _run(case: Case, device: str, root: Path) -> dict[str, Any]:
         if result["loss"] <= TOLERANCE[case.dtype]:
             result["verdict"] = "close"
         again = _differences(_plain(case, device, model, feed), plain)
-        result["plain_against_itself"] = "equal" if again["equal"] else f"{again['loss']:.1e}, {again['master']:.1e}"
+        result["plain_against_itself"] = (
+            "equal" if again["equal"] else f"{again['loss']:.1e}, {again['master']:.1e}"
+        )
     return result
 
 
@@ -255,7 +264,9 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
         labels[:, :3] = -100
         batch = {"input_ids": tokens, "labels": labels}
         if case.packed:
-            cuts = [case.tokens * (3 + (step + row) % 4) // 8 for row in range(case.rows)]  # others in every batch
+            cuts = [
+                case.tokens * (3 + (step + row) % 4) // 8 for row in range(case.rows)
+            ]  # others in every batch
             batch["position_ids"] = torch.stack([torch.arange(case.tokens).remainder(cut) for cut in cuts])
         result.append(batch)
     return result

@@ -48,7 +48,9 @@ class Settings:
     @staticmethod
     def from_json(text: str) -> "Settings":
         fields = json.loads(text)
-        return Settings(**{**fields, "presets": tuple(fields["presets"]), "batches": tuple(fields["batches"])})
+        return Settings(
+            **{**fields, "presets": tuple(fields["presets"]), "batches": tuple(fields["batches"])}
+        )
 
     def until(self, deadline: float) -> "Settings":
         return replace(self, deadline=deadline)
@@ -73,7 +75,9 @@ class Journal:
         try:
             replace_file(self._markdown, render(results))
         except Exception:  # a table that cannot be drawn must not cost the figures
-            replace_file(self._markdown, f"The report could not be drawn:\n\n```\n{traceback.format_exc()}```\n")
+            replace_file(
+                self._markdown, f"The report could not be drawn:\n\n```\n{traceback.format_exc()}```\n"
+            )
 
     def update(self, section: str, **values: Any) -> None:
         """Set fields of one section's entry."""
@@ -106,7 +110,9 @@ class Check:
         rows[:] = [other for other in rows if "name" not in row or other.get("name") != row["name"]]
         rows.append(row)
         self._save()
-        print(f"    {self.name}: " + ", ".join(str(row[name]) for name in _PRINTED if name in row), flush=True)
+        print(
+            f"    {self.name}: " + ", ".join(str(row[name]) for name in _PRINTED if name in row), flush=True
+        )
 
     def attempt(self, name: str, work: Callable[[], Any]) -> Any:
         """Keep what ``work`` returns; if it fails, keep why and return None."""

@@ -78,7 +78,11 @@ class TiledSource(RandomSource):
         if len(shape) < 2:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         start = first * shape[1:].numel() % self._tile.numel()
-        return self._tile.roll(-start).repeat(-(-shape.numel() // self._tile.numel()))[: shape.numel()].view(shape)
+        return (
+            self._tile.roll(-start)
+            .repeat(-(-shape.numel() // self._tile.numel()))[: shape.numel()]
+            .view(shape)
+        )
 
     @cached_property
     def _tile(self) -> torch.Tensor:
@@ -128,7 +132,9 @@ class MeasuredRates:
         reached = 0
         for rows in self.check.settings.batches:
             tokens = rows * self.check.settings.seq_len
-            expected = 2 * max(seconds, seconds_per_token * tokens * 0.7) + 5  # a warm-up and one measured step
+            expected = (
+                2 * max(seconds, seconds_per_token * tokens * 0.7) + 5
+            )  # a warm-up and one measured step
             if reached and expected > self.check.left():
                 self.check.add("rows", batch=rows, why=f"not run: {self.check.left():.0f} s left")
                 continue
@@ -157,7 +163,9 @@ class MeasuredRates:
         if check.cuda:
             torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
-        train_step(engine, batch)  # plans, allocates, loads kernels; its write-back continues in the next step
+        train_step(
+            engine, batch
+        )  # plans, allocates, loads kernels; its write-back continues in the next step
         warm_up = time.monotonic() - began
         before, began = engine.io_bytes(), time.monotonic()
         reports: list[fuyou.StepReport] = []
@@ -198,7 +206,9 @@ class MeasuredRates:
         )  # fmt: skip
         if self.check.cuda:  # the engine has just set it
             torch.cuda.set_per_process_memory_fraction(1.0, torch.device(self.check.settings.device))
-        self.check.note(uncapped="After running out of memory, the allocator's cap was lifted for what follows")
+        self.check.note(
+            uncapped="After running out of memory, the allocator's cap was lifted for what follows"
+        )
 
     def close(self) -> None:
         engine, self.engine = self.engine, None

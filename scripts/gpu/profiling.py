@@ -16,7 +16,9 @@ from gpu.journal import Settings, Skip
 from gpu.trace import analyse, slim
 
 
-def profile_step(engine: fuyou.Engine, batch: dict[str, torch.Tensor], settings: Settings, name: str) -> dict[str, Any]:
+def profile_step(
+    engine: fuyou.Engine, batch: dict[str, torch.Tensor], settings: Settings, name: str
+) -> dict[str, Any]:
     """Profile one step (the engine must be warm); writes ``<name>.trace.json.gz`` for chrome://tracing or Perfetto."""
     if not settings.device.startswith("cuda"):
         raise Skip("no CUDA")

@@ -79,7 +79,9 @@ def run(check: Check) -> None:
     rows: Any = multiprocessing.get_context("spawn").SimpleQueue()
     settings = check.settings
     words = (port, None if nccl else settings.device, settings.quick, settings.deadline, rows)
-    method = "spawn" if check.cuda else "fork"  # CUDA does not survive a fork; without it, that is seconds faster
+    method = (
+        "spawn" if check.cuda else "fork"
+    )  # CUDA does not survive a fork; without it, that is seconds faster
     ranks: Any = start_processes(_rank, words, WORLD, join=False, start_method=method)
     ended = False
     while not ended:
@@ -134,7 +136,11 @@ def _rank(rank: int, port: int, device_name: str | None, quick: bool, deadline: 
     topology = fcdp.Topology(WORLD, 1, device=device)
     for case in cases(quick):
         in_time = all(all_gather_object(time.time() < deadline - 15))
-        row = compare(case, topology) if in_time else {**_named(case), "verdict": "not run", "why": "out of time"}
+        row = (
+            compare(case, topology)
+            if in_time
+            else {**_named(case), "verdict": "not run", "why": "out of time"}
+        )
         if rank == 0:
             rows.put(("case", row))
     load = measure_load(topology, 64 if quick else 4096)
@@ -185,7 +191,9 @@ def _batches(case: Case) -> torch.Tensor:
     return torch.randint(0, 512, (WORLD, STEPS, case.micro_batches, 2, 32), generator=generator)
 
 
-def _plain(case: Case, device: torch.device, batches: torch.Tensor) -> tuple[list[list[float]], list[torch.Tensor]]:
+def _plain(
+    case: Case, device: torch.device, batches: torch.Tensor
+) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Losses by rank, and the weights at the end, of one process that does the work of all ranks in turn."""
     masters = _model(case, device)
     optimizer = _optimizer(masters)
@@ -215,7 +223,9 @@ def _plain(case: Case, device: torch.device, batches: torch.Tensor) -> tuple[lis
     return losses, [master.detach() for master, _ in pairs]
 
 
-def _sharded(case: Case, topology: fcdp.Topology, batches: torch.Tensor) -> tuple[list[float], list[torch.Tensor], int]:
+def _sharded(
+    case: Case, topology: fcdp.Topology, batches: torch.Tensor
+) -> tuple[list[float], list[torch.Tensor], int]:
     model: Any = _model(case, topology.device)
     policy = MixedPrecisionPolicy(case.dtype, case.dtype)
     fcdp.fully_shard(model, topology, mp_policy=policy, device_cache_threshold=case.threshold)

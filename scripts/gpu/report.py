@@ -22,7 +22,11 @@ def _drawn(name: str, value: Any) -> list[str]:
         return ["```", value.rstrip(), "```", ""]
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         columns = list(dict.fromkeys(key for row in value for key in row))
-        rows = [columns, ["---"] * len(columns), *([_cell(row.get(key, "-")) for key in columns] for row in value)]
+        rows = [
+            columns,
+            ["---"] * len(columns),
+            *([_cell(row.get(key, "-")) for key in columns] for row in value),
+        ]
         return [f"{name}:", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
     return [f"* {name}: {_cell(value)}"]
 
@@ -32,5 +36,7 @@ def _cell(value: Any) -> str:
         return ", ".join(f"{key} {_cell(item)}" for key, item in value.items()) or "-"
     if isinstance(value, list):
         return " ".join(map(_cell, value)) or "-"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = (
+        f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    )
     return text.replace("|", "/").replace("\n", " ")

@@ -39,7 +39,9 @@ def run(check: Check) -> None:
     run_words = [*words, *here, "--steps", 4 if quick else 6, "--no-save", "--output", root / "run"]
     rate = _rate(check.command("run", run_words, part=0.75, start=("-c", START)))
     check.add("rates", name=name, tokens_per_second=rate)
-    planned = check.attempt("planned", lambda: _rate(check.command("plan", ["plan", *words, *here], part=0.7)))
+    planned = check.attempt(
+        "planned", lambda: _rate(check.command("plan", ["plan", *words, *here], part=0.7))
+    )
     check.add("rates", name=name, tokens_per_second=rate, planned=planned, ratio=planned and rate / planned)
     if (preset := _preset(check)) is not None:
         by_name = ["plan", *words, "--gpu", preset, "--drive", DRIVE, "--host-memory", "64GiB"]

@@ -8,7 +8,9 @@ from common.units import merge
 
 Event = dict[str, Any]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH_US = 10.0  # Gaps shorter than this (microseconds) are what any launch costs, and are counted but not looked at
+LAUNCH_US = (
+    10.0  # Gaps shorter than this (microseconds) are what any launch costs, and are counted but not looked at
+)
 
 
 def slim(events: Iterable[Event]) -> list[Event]:

@@ -34,7 +34,12 @@ class DeviceTwin(Twin):
     """
 
     def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, device: str, max_grad_norm: float | None, options: dict[str, float]
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        device: str,
+        max_grad_norm: float | None,
+        options: dict[str, float],
     ):
         exact = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         masters = {name: value.detach().clone() for name, value in exact.named_parameters()}
@@ -69,7 +74,9 @@ class DeviceTwin(Twin):
                 self._tied_head.grad = None
         terms[self._embedding] = of_head + terms[self._embedding]
         gradients = {name: self._sum(name, each) for name, each in terms.items()}
-        self.grad_norm = float(sum(gradient.double().square().sum() for gradient in gradients.values()) ** 0.5)
+        self.grad_norm = float(
+            sum(gradient.double().square().sum() for gradient in gradients.values()) ** 0.5
+        )
         clips = self._max_grad_norm is not None and self.grad_norm > self._max_grad_norm
         self._apply(gradients, (self._max_grad_norm or 0.0) / (self.grad_norm + 1e-6) if clips else 1.0)
         return float(sum(losses))
@@ -107,7 +114,9 @@ def _attend(
         pieces = []
         for start, end in pairwise(starts):
             q, k, v = (each[row : row + 1, :, start:end] for each in (query, key, value))
-            if query.dtype == torch.bfloat16 and query.device.type == "cpu":  # zeros behind, which nothing sees
+            if (
+                query.dtype == torch.bfloat16 and query.device.type == "cpu"
+            ):  # zeros behind, which nothing sees
                 q, k, v = (nn.functional.pad(each, (0, 0, 0, -each.shape[2] % 32)) for each in (q, k, v))
             mask = None
             if window and end - start > window:

@@ -37,10 +37,14 @@ def _make_data(folder: Path) -> None:
     (folder / "questions.jsonl").write_text(
         _lines([{"question": question, "answer": answer} for question, answer in asked])
     )
-    (folder / "table.csv").write_text("q,a\n" + "".join(f"{question},{answer}\n" for question, answer in asked))
+    (folder / "table.csv").write_text(
+        "q,a\n" + "".join(f"{question},{answer}\n" for question, answer in asked)
+    )
     turns = [{"from": "human", "value": "What is the capital of France?"}, {"from": "gpt", "value": "Paris."}]
     (folder / "sharegpt.jsonl").write_text(_lines([{"conversations": turns, "system": "Be brief."}] * 3))
     (folder / "broken.jsonl").write_text('{"text": "whole"}\n{"text": \n')
     (folder / "empty.jsonl").write_text("")
-    pairs = [{"prompt": question, "chosen": answer, "rejected": "I do not know."} for question, answer in asked]
+    pairs = [
+        {"prompt": question, "chosen": answer, "rejected": "I do not know."} for question, answer in asked
+    ]
     (folder / "pairs.jsonl").write_text(_lines(pairs))

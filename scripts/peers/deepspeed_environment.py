@@ -51,7 +51,9 @@ class DeepSpeedEnvironment:
         }  # fmt: skip
         """What its processes need in their environment."""
         done = folder / "complete"
-        versions = f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"
+        versions = (
+            f"deepspeed {VERSION}, torch {_plain(torch.__version__)}, transformers {transformers.__version__}"
+        )
         if done.exists() and done.read_text() == versions:
             return
         _check_tools()
@@ -76,7 +78,9 @@ class DeepSpeedEnvironment:
         )
         if done.returncode:
             words = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-12:]
-            raise UserError(f"{' '.join(command[:6])} failed with exit status {done.returncode}:\n" + "\n".join(words))
+            raise UserError(
+                f"{' '.join(command[:6])} failed with exit status {done.returncode}:\n" + "\n".join(words)
+            )
 
 
 def _plain(version: str) -> str:

@@ -61,7 +61,9 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     config, settings = task.config(), configuration(task)
     with deepspeed.zero.Init(
-        config_dict_or_path=settings, dtype=task.compute_dtype, remote_device=task.settings.get("initialise_on", "cpu")
+        config_dict_or_path=settings,
+        dtype=task.compute_dtype,
+        remote_device=task.settings.get("initialise_on", "cpu"),
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=task.compute_dtype)
     _initialise(model)

@@ -77,7 +77,9 @@ class Contender:
             if self._meter:
                 self._meter.start()
             began = time.monotonic()
-            self.facts = self._hear("ready")  # What it said when it was ready: ``parameters`` and the contender's facts
+            self.facts = self._hear(
+                "ready"
+            )  # What it said when it was ready: ``parameters`` and the contender's facts
             self.startup_s = time.monotonic() - began  # Seconds from its start until it was ready
         except BaseException:
             self.close()
@@ -105,7 +107,9 @@ class Contender:
         read = written = 0
         for process in self._tree(fresh=True):
             with contextlib.suppress(OSError):
-                table = dict(line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines())
+                table = dict(
+                    line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines()
+                )
                 read, written = read + int(table["read_bytes"]), written + int(table["write_bytes"])
         return read, written
 
@@ -176,7 +180,9 @@ class Contender:
             available = psutil.virtual_memory().available
             if available < LEAST_AVAILABLE_BYTES:
                 self.kill()
-                raise ContenderFailedError(f"ended by the benchmark: {format_bytes(available)} of memory were left")
+                raise ContenderFailedError(
+                    f"ended by the benchmark: {format_bytes(available)} of memory were left"
+                )
             if time.monotonic() > deadline:
                 words = self.last_words()
                 self.kill()

@@ -30,7 +30,9 @@ def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int, dtype: s
 
     def plan(limit: int) -> MemoryPlan | None:
         try:
-            return MemoryPlanner(shape, config, limit, limit, cpu=True, host_cache=0).plan(rows, seq_len, None)
+            return MemoryPlanner(shape, config, limit, limit, cpu=True, host_cache=0).plan(
+                rows, seq_len, None
+            )
         except UserError:
             return None
 
@@ -44,7 +46,9 @@ def streaming_budget(config: PreTrainedConfig, rows: int, seq_len: int, dtype: s
         )  # fmt: skip
 
     most = buffers(plan(1 << 42))
-    return GRAIN * bisect.bisect_left(range(1 << 16), True, key=lambda grains: buffers(plan(GRAIN * grains)) == most)
+    return GRAIN * bisect.bisect_left(
+        range(1 << 16), True, key=lambda grains: buffers(plan(GRAIN * grains)) == most
+    )
 
 
 def main() -> None:

@@ -34,7 +34,9 @@ class Run:
     def plan(self, strategy: Strategy) -> Estimate:
         """Return what the planner says."""
         layout = strategy.on(self.cluster.levels)
-        return estimate(layout, self.workload, self.cluster, checkpointing=self.checkpointing, engine=self.engine)
+        return estimate(
+            layout, self.workload, self.cluster, checkpointing=self.checkpointing, engine=self.engine
+        )
 
 
 @cache
@@ -114,7 +116,9 @@ AMSP_SYSTEMS = {
 }  # table IV
 
 
-def amsp_mfu(model: str, system: str, gpus: int, engine: Engine, share: float, micro_batches: int = 0) -> float:
+def amsp_mfu(
+    model: str, system: str, gpus: int, engine: Engine, share: float, micro_batches: int = 0
+) -> float:
     name = AMSP_SYSTEMS[model].get(system, system)
     preset = model.lower()
     cluster = at_share(cluster_of("a800-hdr").resized(Levels((8, gpus // 8))), share)
@@ -140,13 +144,17 @@ def amsp_figure_11(case: str, system: str) -> float:
 
 
 def amsp_figure_16(case: str, system: str) -> float:
-    mfu, mics = (amsp_mfu(case, name, 1024, amsp_engine(case.lower()), amsp_share("amsp")) for name in (system, "mics"))
+    mfu, mics = (
+        amsp_mfu(case, name, 1024, amsp_engine(case.lower()), amsp_share("amsp")) for name in (system, "mics")
+    )
     return mfu / mics
 
 
 def amsp_table_v(case: str, system: str) -> float:
     model, micro_batches = case.split(", M = ")
-    return amsp_mfu(model, "amsp", 64, amsp_engine(model.lower(), system), amsp_share("amsp"), int(micro_batches))
+    return amsp_mfu(
+        model, "amsp", 64, amsp_engine(model.lower(), system), amsp_share("amsp"), int(micro_batches)
+    )
 
 
 def amsp_figure_13(case: str, system: str) -> float:
@@ -279,7 +287,11 @@ def fcdp_lora(case: str, system: str) -> float:
 
     def throughput(model: str, name: str, is_largest: bool) -> float:
         sequences = fcdp_largest(model, name, 2, LORA) // 16 if is_largest else 8
-        return fcdp_run(model, name, 2, "RDMA", sequences=sequences, trainable=LORA)[1] if sequences else math.inf
+        return (
+            fcdp_run(model, name, 2, "RDMA", sequences=sequences, trainable=LORA)[1]
+            if sequences
+            else math.inf
+        )
 
     return max(
         throughput(model, system, is_largest) / throughput(model, baseline, is_largest)
@@ -293,7 +305,9 @@ def fcdp_figure_9(case: str, system: str) -> float:
         return fcdp_run("GPT-10B", name, 2, network, trainable=LORA)[1]
 
     if "over" in case:
-        return throughput(system, "1 Gbit/s") / throughput("zero3" if "ZeRO-3" in case else "zero++", "1 Gbit/s")
+        return throughput(system, "1 Gbit/s") / throughput(
+            "zero3" if "ZeRO-3" in case else "zero++", "1 Gbit/s"
+        )
     return 100 * throughput(system, case) / throughput(system, "RDMA")
 
 

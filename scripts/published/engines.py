@@ -23,7 +23,9 @@ class OtherEngine(Engine):
     def overlaps(self) -> bool:
         return bool(self.hidden)
 
-    def collectives(self, layout: StrategyMeshes, workload: Workload, checkpointing: bool) -> list[Collective]:
+    def collectives(
+        self, layout: StrategyMeshes, workload: Workload, checkpointing: bool
+    ) -> list[Collective]:
         collectives = (select_and_drop if self.select_and_drop else step_collectives)(layout, workload)
         if self.gathers_again and checkpointing:
             forward = [collective for collective in collectives if collective.phase == "forward"]
@@ -53,7 +55,15 @@ def select_and_drop(layout: StrategyMeshes, workload: Workload) -> list[Collecti
     gathers = [each for each in step_collectives(layout, workload) if each.purpose.startswith("gather")]
     others = [
         Collective("reduce G", "reduce_scatter", p, gradients, times, "backward", ring),
-        Collective("reduce G, keep a part", "all_reduce", g.over(p), gradients / p.shards, times - 1, "backward", ring),
+        Collective(
+            "reduce G, keep a part",
+            "all_reduce",
+            g.over(p),
+            gradients / p.shards,
+            times - 1,
+            "backward",
+            ring,
+        ),
         Collective("reduce G, last", "all_reduce", world.over(p), gradients / p.shards, 1, "reduce", ring),
         Collective("spread new P", "broadcast", os.over(p), new / p.shards, 1, "spread", ring),
     ]

@@ -86,7 +86,19 @@ def cluster_of(source: dict[str, Any], levels: Levels) -> Cluster:
 
 def plan_on_cluster(source: dict[str, Any], row: list[Any]) -> HoldOut:
     """Plan a value with the planner of ``fcdp``."""
-    name, model, ranks, nodes, micro_batch, micro_batches, seq_len, strategy, kernels, recomputed, published = row
+    (
+        name,
+        model,
+        ranks,
+        nodes,
+        micro_batch,
+        micro_batches,
+        seq_len,
+        strategy,
+        kernels,
+        recomputed,
+        published,
+    ) = row
     cluster = cluster_of(source, Levels((ranks, nodes)))
     workload = Workload.of_model(
         model_config(model),
@@ -155,7 +167,9 @@ def main() -> None:
     for value in holdouts():
         mark = "judge" if judges(value.name) else "learn"
         fits = "" if value.fits else "does not fit"
-        print(f"{mark} {value.name:34} {value.published:9.1f} {value.planned:9.1f} {value.error:+5.0%} {fits}")
+        print(
+            f"{mark} {value.name:34} {value.published:9.1f} {value.planned:9.1f} {value.error:+5.0%} {fits}"
+        )
     for mark, chosen in (("judge", True), ("learn", False)):
         print(mark, score(value for value in holdouts() if judges(value.name) is chosen))
 

@@ -12,7 +12,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
     )
 
 
@@ -45,7 +46,9 @@ def published_values() -> str:
         for value in shown
     ]  # fmt: skip
     headings = ("paper", "figure", "case", "system", "published", "planned", "error", "unit", "")
-    wrong = [(a.paper, a.figure, a.case, a.strategy, b.strategy) for a, b, right in pairs(values()) if not right]
+    wrong = [
+        (a.paper, a.figure, a.case, a.strategy, b.strategy) for a, b, right in pairs(values()) if not right
+    ]
     return f"""### Published values
 
 {table(headings, rows)}

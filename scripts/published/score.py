@@ -37,9 +37,9 @@ class Value:
 @cache
 def values() -> list[Value]:
     """Plan everything in ``figures.toml``."""
-    figures: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encoding="utf-8"))[
-        "figure"
-    ]
+    figures: list[dict[str, Any]] = tomllib.loads(
+        Path(__file__).with_name("figures.toml").read_text(encoding="utf-8")
+    )["figure"]
     planned = []
     for figure in figures:
         plan = FIGURES[figure["paper"], figure["figure"]]

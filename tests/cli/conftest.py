@@ -55,7 +55,9 @@ def own_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": f"Document {i} counts to {i * i}. " * 4}) + "\n" for i in range(40)))
+    file.write_text(
+        "".join(json.dumps({"text": f"Document {i} counts to {i * i}. " * 4}) + "\n" for i in range(40))
+    )
     return file
 
 
@@ -77,7 +79,9 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default outputs go to a folder of the test's own, a busy machine is no news, and messages are the command's."""
     monkeypatch.setattr("cli.report.progress.FIRST_AFTER_S", 3600.0)
-    monkeypatch.setattr("cli.report.progress.Heartbeat.began", lambda *_: None)  # what a log has next to messages
+    monkeypatch.setattr(
+        "cli.report.progress.Heartbeat.began", lambda *_: None
+    )  # what a log has next to messages
     monkeypatch.setattr("common.errors.FinetuneError.names_flags", True)  # whose errors these tests are about
     monkeypatch.chdir(tmp_path)
 

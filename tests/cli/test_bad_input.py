@@ -22,7 +22,9 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu")
     (("--steps", 1, *SMALL, "--host-memory", "64KiB"), ("--host-memory of at least", "MiB")),
     (("--steps", 1, *SMALL, "--device-memory", "64KiB"), ("--device-memory of at least", "MiB")),
 ])  # fmt: skip
-def test_what_cannot_be(words: tuple[object, ...], told: tuple[str, ...], finetune: Finetune, checkpoint: Path) -> None:
+def test_what_cannot_be(
+    words: tuple[object, ...], told: tuple[str, ...], finetune: Finetune, checkpoint: Path
+) -> None:
     check(finetune("--model", checkpoint, *words), 2, *told)
 
 
@@ -49,7 +51,12 @@ def test_read_only_ssd_directory(finetune: Finetune, checkpoint: Path, tmp_path:
 
 def test_output_that_cannot_be(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check(finetune("--model", checkpoint, "--output", tmp_path / "file/out"), 2, "--output", "is not a directory")
+    check(
+        finetune("--model", checkpoint, "--output", tmp_path / "file/out"),
+        2,
+        "--output",
+        "is not a directory",
+    )
     check(finetune("--model", checkpoint, "--output", checkpoint), 2, "is --model", "which is to be read")
 
 
@@ -67,25 +74,44 @@ def test_drives_that_are_to_stay_and_to_be_left(finetune: Finetune, checkpoint: 
     for drive in drives:
         drive.mkdir()
     words = ("--model", checkpoint, "--output", tmp_path / "out", "--ssd", *drives, "--resume", "--leave-ssd")
-    check(finetune(*words, drives[1]), 2, f"stay: give --ssd those that are to stay: --ssd {drives[0]} --leave-ssd '")
-    check(finetune(*words[:-3], "--resume", "--leave-ssd", drives[0]), 2, "those that are to stay, or new ones.")
+    check(
+        finetune(*words, drives[1]),
+        2,
+        f"stay: give --ssd those that are to stay: --ssd {drives[0]} --leave-ssd '",
+    )
+    check(
+        finetune(*words[:-3], "--resume", "--leave-ssd", drives[0]), 2, "those that are to stay, or new ones."
+    )
 
 
 def test_a_name_that_is_not_utf_8(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = f"{tmp_path}/caf\udce9"
-    check(finetune("--model", checkpoint, "--output", output), 2, "caf", "is not UTF-8: give that file or directory")
+    check(
+        finetune("--model", checkpoint, "--output", output),
+        2,
+        "caf",
+        "is not UTF-8: give that file or directory",
+    )
     assert not any(tmp_path.iterdir())
 
 
-def test_evaluated_data_are_named_as_they_were_given(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluated_data_are_named_as_they_were_given(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "cut')
     words = ("--model", checkpoint, *SMALL)
-    check(finetune("evaluate", *words, "--data", tmp_path / "data.jsonl"), 2, f"error: --data: {tmp_path}/data.jsonl")
+    check(
+        finetune("evaluate", *words, "--data", tmp_path / "data.jsonl"),
+        2,
+        f"error: --data: {tmp_path}/data.jsonl",
+    )
 
 
 def test_output_that_holds_a_checkpoint(finetune: Finetune, checkpoint: Path, own_checkpoint: Path) -> None:
     before = (own_checkpoint / "model.safetensors").read_bytes()
-    check(finetune("--model", checkpoint, "--output", own_checkpoint), 2, "config.json", "move that elsewhere")
+    check(
+        finetune("--model", checkpoint, "--output", own_checkpoint), 2, "config.json", "move that elsewhere"
+    )
     assert (own_checkpoint / "model.safetensors").read_bytes() == before
 
 
@@ -101,7 +127,11 @@ def test_too_little_space(finetune: Finetune, checkpoint: Path, tmp_path: Path, 
 def test_truncated_shard(finetune: Finetune, own_checkpoint: Path, tmp_path: Path) -> None:
     weights = own_checkpoint / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1000)
-    check(finetune("--model", own_checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out"), 1, str(weights.name))
+    check(
+        finetune("--model", own_checkpoint, "--steps", 1, *SMALL, "--output", tmp_path / "out"),
+        1,
+        str(weights.name),
+    )
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -132,7 +162,9 @@ def test_the_unexpected(
     assert err.endswith(last + "\n" if debug else last + " Run again with --debug for the traceback.\n")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(12, os.strerror(12)), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(12, os.strerror(12)), RuntimeError("can't start new thread")]
+)
 def test_lack_of_memory_is_one_sentence(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,9 @@ import cli.main
 
 def broken(name: str, folder: Path) -> None:
     (folder / name).mkdir()
-    (folder / name / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    (folder / name / "__init__.py").write_text(
+        'raise RuntimeError("operator torchvision::nms does not exist")'
+    )
     try:
         importlib.import_module(name)
     except RuntimeError as error:
@@ -22,7 +24,11 @@ def broken(name: str, folder: Path) -> None:
     ("needed_by_all", "finetune: error: RuntimeError: operator torchvision::nms does not exist."),
 ])  # fmt: skip
 def test_the_deepest_cause(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(cli.main.sys.modules, name, raising=False)

@@ -20,7 +20,9 @@ def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(closed: tuple[int, 
         "import cli.main; cli.main._open_closed_streams(); print('x'); print('x', file=sys.stderr)\n"
         "os._exit(os.open(os.devnull, os.O_RDONLY))"
     )
-    with forked.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with forked.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         assert process.wait(60) > 2
 
 

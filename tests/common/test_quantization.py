@@ -102,7 +102,9 @@ def test_running_out_of_memory_is_no_failure_to_compile(monkeypatch: pytest.Monk
 def test_more_shapes_than_pytorch_compiles_one_function_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit is 8; each of these has another number of dimensions, or one of size 1."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, backend="eager", fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compiler(function, backend="eager", fullgraph=True)
+    )
     monkeypatch.setattr(quantization, "_failures", [])
     quantization._compiled.cache_clear()
     with force_kernels("cuda"):

@@ -58,7 +58,9 @@ def test_no_other_temporary_folders_are_made() -> None:
     """The product makes them with :func:`scratch_folder` only, and this is the only way to find them again."""
     root, allowed = Path(__file__).parents[2], {Path("common/scratch.py")}
     words = ("TemporaryDirectory", "mkdtemp", "NamedTemporaryFile", "mkstemp")
-    files = [file for package in ("cli", "common", "fcdp", "fuyou") for file in (root / package).rglob("*.py")]
+    files = [
+        file for package in ("cli", "common", "fcdp", "fuyou") for file in (root / package).rglob("*.py")
+    ]
     using = {file.relative_to(root) for file in files if any(word in file.read_text() for word in words)}
     assert using == allowed
 

@@ -65,7 +65,9 @@ class Log:
 
     def failures(self) -> list[str]:
         """A line for each, of all ways."""
-        return [_line(crash, outcome) for crash, outcome in self._found.items() if outcome not in (HELD, LATE)]
+        return [
+            _line(crash, outcome) for crash, outcome in self._found.items() if outcome not in (HELD, LATE)
+        ]
 
 
 def _line(crash: Crash, outcome: str) -> str:
@@ -83,13 +85,27 @@ def _ways(context: click.Context, parameter: click.Parameter, given: tuple[str, 
 @click.command()
 @click.option("--workers", default=2, show_default=True, help="Runs at once.")
 @click.option("--every", default=1, show_default=True, help="Try every N-th call only.")
-@click.option("--first", default=1, show_default=True, help="Begin with this call: with --every, another subset.")
-@click.option("--way", "ways", multiple=True, callback=_ways, help="Only ways of running that begin with this word.")
-@click.option("--log", type=click.Path(dir_okay=False, path_type=Path), help="What was tried; continues after that.")
+@click.option(
+    "--first", default=1, show_default=True, help="Begin with this call: with --every, another subset."
+)
+@click.option(
+    "--way", "ways", multiple=True, callback=_ways, help="Only ways of running that begin with this word."
+)
+@click.option(
+    "--log", type=click.Path(dir_okay=False, path_type=Path), help="What was tried; continues after that."
+)
 @click.option("--seconds", type=float, default=float("inf"), help="Begin no crash after this time.")
-@click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary."
+)
 def main(
-    workers: int, every: int, first: int, ways: list[str], log: Path | None, seconds: float, directory: Path | None
+    workers: int,
+    every: int,
+    first: int,
+    ways: list[str],
+    log: Path | None,
+    seconds: float,
+    directory: Path | None,
 ) -> None:
     """Print points tried and failures; exit with 1 if there was one, with 3 if some are left to be tried."""
     end, tried, left = time.monotonic() + seconds, Log(log), 0
@@ -107,7 +123,9 @@ def main(
                     try:
                         left += len(jobs) - sum(pool.map(attempt, jobs))
                     except KeyboardInterrupt:
-                        pool.shutdown(cancel_futures=True)  # those in progress come to their end, and are logged
+                        pool.shutdown(
+                            cancel_futures=True
+                        )  # those in progress come to their end, and are logged
                         sys.exit(130)
     for name, way in found.items():
         print(f"{name}: {way.calls} calls; {tried.describe(name)}")

@@ -106,7 +106,9 @@ class Loop:
             leaves = tuple(number for number in DRIVES if number not in drives) if begun else ()
             outcome = self._live(Run(root, options, leaves, drives=drives, steps=STEPS))
             if outcome.status == 1 and any(text in outcome.error for text in NOTHING_THERE):
-                self._require(not reached and not committed, f"steps up to {reached} are lost: {outcome.error}")
+                self._require(
+                    not reached and not committed, f"steps up to {reached} are lost: {outcome.error}"
+                )
                 options = {**options, "resume": False, "overwrite": True}
                 outcome = self._live(Run(root, options, drives=drives, steps=STEPS))
             begun = True
@@ -119,10 +121,14 @@ class Loop:
             if outcome.losses:
                 first = min(outcome.losses)
                 self._require(first > reached - allowed, f"from step {reached} back to {first} {context}")
-                self._require(first > committed, f"step {committed} was committed, and then comes {first} {context}")
+                self._require(
+                    first > committed, f"step {committed} was committed, and then comes {first} {context}"
+                )
                 reached, committed = max(outcome.losses), max(committed, outcome.committed)
             deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
-            allowed = options["commit_every"] + deferred + 1  # that this life may have reported and not committed
+            allowed = (
+                options["commit_every"] + deferred + 1
+            )  # that this life may have reported and not committed
             # One that is killed after its last step, while it clears up, leaves that to the next one.
             ended = outcome.status == 0 or bool(tally.mismatches)
         if outcome.status == 0:
@@ -235,9 +241,13 @@ def own_shared_memory() -> bool:
 
 @click.command()
 @click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to continue.")
-@click.option("--seed", default=0, show_default=True, help="Of everything that is drawn; each worker adds its number.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Of everything that is drawn; each worker adds its number."
+)
 @click.option("--workers", default=1, show_default=True, help="Runs at once.")
-@click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary."
+)
 def main(minutes: float, seed: int, workers: int, directory: Path | None) -> None:
     """Print kills tried and mismatches found; exit with 1 if there is one."""
     watched = own_shared_memory()

@@ -97,7 +97,9 @@ def _weights(outcome: Outcome) -> Outcome:
 @click.command()
 @click.option("--minutes", type=float, default=1.0, show_default=True, help="How long to continue.")
 @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn.")
-@click.option("--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary.")
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: temporary."
+)
 def main(minutes: float, seed: int, directory: Path | None) -> None:
     """Print kills tried and mismatches found; exit with 1 if there is one."""
     end = time.monotonic() + 60 * minutes

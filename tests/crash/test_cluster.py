@@ -31,13 +31,17 @@ def test_a_crash_at_any_call_loses_no_commit(begun: Begun, tmp_path: Path) -> No
 
     def attempt(number: int) -> bool:
         fault, power = faults[number]
-        return crash(ClusterRun(tmp_path / str(number), options, fault=fault), expected, number if power else None)
+        return crash(
+            ClusterRun(tmp_path / str(number), options, fault=fault), expected, number if power else None
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(attempt, range(len(faults))))
 
 
-def test_a_full_file_system_is_reported_by_all_ranks_and_the_run_continues(begun: Begun, tmp_path: Path) -> None:
+def test_a_full_file_system_is_reported_by_all_ranks_and_the_run_continues(
+    begun: Begun, tmp_path: Path
+) -> None:
     options, expected = begun
     full = execute(ClusterRun(tmp_path / "run", options, fault=Fault(90, "enospc", "write", forever=True)))
     assert full.status == 1 and full.expected_error and "No space left on device" in full.error, full.error

@@ -25,7 +25,9 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
     assert {"block 0, parameters", "block 2, optimizer states", "head, parameters"} <= set(names)
     victim = next(one for one in sealed if one.what == "block 1, optimizer states")
     file = tmp_path / "fuyou-run" / victim.extent.file
-    assert sum(one.extent.nbytes for one in sealed) == file.stat().st_size  # nothing lies between what is checked
+    assert (
+        sum(one.extent.nbytes for one in sealed) == file.stat().st_size
+    )  # nothing lies between what is checked
     flip(file, victim.extent.offset + 12345)
     named = rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:
@@ -46,7 +48,9 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
     assert engine.committed_step == after
 
 
-def test_no_write_is_done_before_its_checksum_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_is_done_before_its_checksum_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         sums: RecordSums = engine._run.commits.sums
         written: list[PartSums] = []

@@ -50,16 +50,22 @@ def test_every_way_to_write_is_recorded(tmp_path: Path) -> None:
     status, text = syscalls.record(["-c", WRITERS], journal.note, cwd=tmp_path)
     assert status == 0, text
     journal.check_complete()
-    assert {change.kind for change in journal.changes} >= {"write", "create", "mkdir", "rename", "symlink", "unlink"}
+    assert {change.kind for change in journal.changes} >= {
+        "write",
+        "create",
+        "mkdir",
+        "rename",
+        "symlink",
+        "unlink",
+    }
 
 
 @needs_seccomp
 def test_a_change_that_nothing_tells_of_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     journal = Journal(tmp_path)
-    code = (
-        "import mmap, os; f = os.open('file', os.O_RDWR); os.ftruncate(f, 9000); mmap.mmap(f, 9000)[8000:8001] = b'x'"
-    )
+    code = "import mmap, os; f = os.open('file', os.O_RDWR); os.ftruncate(f, 9000); "
+    code += "mmap.mmap(f, 9000)[8000:8001] = b'x'"
     status, text = syscalls.record(["-c", code], journal.note, cwd=tmp_path)
     assert status == 0, text
     with pytest.raises(AssertionError, match="file was changed by an unknown call"):

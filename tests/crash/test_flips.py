@@ -36,7 +36,9 @@ def opened(root: Path, family: str, **options: Any) -> fuyou.Engine:
 def test_no_other_code_reads_what_it_does_not_check() -> None:
     """``Store.read`` takes extents with checksums only. Without them, damage is looked for, and drives are measured."""
     root = Path(fuyou.__file__).parents[1]
-    sources = [file for folder in ("cli", "common", "fcdp", "fuyou") for file in (root / folder).rglob("*.py")]
+    sources = [
+        file for folder in ("cli", "common", "fcdp", "fuyou") for file in (root / folder).rglob("*.py")
+    ]
     uses = {str(file.relative_to(root)): file.read_text().count("read_unchecked") for file in sources}
     assert {name: count for name, count in uses.items() if count} == {
         "common/store/store.py": 2,  # its definition, and what verifies
@@ -63,7 +65,9 @@ def test_a_flip_in_activations_that_overflow(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(PosixFile, "write", write_and_flip)
     with opened(tmp_path, "llama", dtype="bf16", micro_batch=1) as engine:
-        with pytest.raises(FinetuneError, match=r"overflow of activations is damaged: .*/activations are not"):
+        with pytest.raises(
+            FinetuneError, match=r"overflow of activations is damaged: .*/activations are not"
+        ):
             train(engine, batches(1, packed=False))
         assert engine.committed_step == 0
 
@@ -110,7 +114,9 @@ def test_every_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         slot = engine._run.commits.state.slot
         page = [page for page in pages(engine, slot) if page.part == part][-1]
         flip(page.file, page.start)
-        with pytest.raises(FinetuneError, match=f"{page.checked.what} is damaged: .* of {re.escape(str(page.file))} "):
+        with pytest.raises(
+            FinetuneError, match=f"{page.checked.what} is damaged: .* of {re.escape(str(page.file))} "
+        ):
             train(engine, feed[3:])
         assert engine.committed_step == 3
         engine.close()

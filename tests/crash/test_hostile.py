@@ -61,7 +61,15 @@ def test_an_identity_of_any_content_is_taken_or_rejected(place: Path, field: str
 
 @pytest.mark.parametrize(
     "extent",
-    [[0, 1 << 62, 4096], [0, -1, 4096], [4096, 10, 4096], [0, 10, 0], [0, 10, 1 << 40], [0, 10, 100], [0, 1.5, 4096]],
+    [
+        [0, 1 << 62, 4096],
+        [0, -1, 4096],
+        [4096, 10, 4096],
+        [0, 10, 0],
+        [0, 10, 1 << 40],
+        [0, 10, 100],
+        [0, 1.5, 4096],
+    ],
 )
 @pytest.mark.parametrize("name", ["weights.0", "../weights", "/etc/passwd", "..", ""])
 def test_absurd_extents_and_names_are_rejected(place: Path, extent: list, name: str) -> None:
@@ -85,7 +93,9 @@ def test_a_checksum_of_any_content_is_taken_or_rejected(field: str, value: objec
 
 def test_a_state_of_an_older_version_is_rejected_with_both_numbers() -> None:
     older = TrainingState(3, 1, "id", "model", "bf16", "fp32").to_dict() | {"format": STATE_FORMAT - 1}
-    with pytest.raises(UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"):
+    with pytest.raises(
+        UserError, match=f"format {STATE_FORMAT - 1}; this version reads format {STATE_FORMAT}"
+    ):
         TrainingState.from_dict(older)
 
 
@@ -133,8 +143,13 @@ def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, what: str) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(content=st.binary(max_size=80), kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]))
-def test_data_files_of_any_content_are_read_or_rejected_by_name(place: Path, content: bytes, kind: str) -> None:
+@given(
+    content=st.binary(max_size=80),
+    kind=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]),
+)
+def test_data_files_of_any_content_are_read_or_rejected_by_name(
+    place: Path, content: bytes, kind: str
+) -> None:
     file = place / f"data{kind}"
     file.write_bytes(content)
     try:
@@ -170,7 +185,14 @@ def _is_decided(read: Callable[[], object]) -> None:
         read()
 
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "head_dim",
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -185,7 +207,12 @@ def test_a_checkpoints_configuration_of_any_content_is_taken_or_rejected(
     place: Path, changed: dict, cut: int | None
 ) -> None:
     """And takes no memory, however large it says it is."""
-    good = {"model_type": "llama", **dict.fromkeys(SIZES, 2), "num_attention_heads": 1, "num_key_value_heads": 1}
+    good = {
+        "model_type": "llama",
+        **dict.fromkeys(SIZES, 2),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     (place / "config.json").write_text(json.dumps({**good, **changed})[:cut])
     _is_decided(lambda: load_config(place))
 
@@ -225,7 +252,9 @@ def test_a_preset_or_file_of_options_of_any_text_is_taken_or_rejected(place: Pat
 def test_options_in_a_file_of_any_value_are_taken_or_rejected(place: Path, key: str, value: object) -> None:
     (place / "options.toml").touch()
     with patch("cli.options.config_file.tomllib.loads", lambda text: {key: value}):
-        _is_decided(lambda: parse_command_line(["--config", str(place / "options.toml"), "--model", "llama-10m"]))
+        _is_decided(
+            lambda: parse_command_line(["--config", str(place / "options.toml"), "--model", "llama-10m"])
+        )
 
 
 def test_a_damaged_parquet_file_is_named_with_the_last_record_that_is_good(tmp_path: Path) -> None:

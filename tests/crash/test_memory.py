@@ -73,7 +73,9 @@ def test_a_run_in_a_group_takes_what_the_group_has(group: CappedGroup, tmp_path:
     assert group.out_of_memory_kills() == 0
 
 
-def test_a_run_that_a_group_has_no_room_for_is_rejected_at_the_start(group: CappedGroup, tmp_path: Path) -> None:
+def test_a_run_that_a_group_has_no_room_for_is_rejected_at_the_start(
+    group: CappedGroup, tmp_path: Path
+) -> None:
     options = {"host_memory": "4GiB", "batch_shape": (256, 4096), "micro_batch": 256}
     outcome = execute(Capped(tmp_path / "run", options, group=group.path))
     assert outcome.status == 1 and outcome.expected_error, outcome.error

@@ -37,8 +37,12 @@ from tests.helpers.crash.points import Move, Reference, crash_move, move_referen
 from tests.helpers.crash.runs import tiny_config
 
 
-@pytest.fixture(scope="module", params=[Move((0, 1), (0, 1, 2)), Move((0, 1, 2), (1, 2))], ids=["more", "fewer"])
-def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Move, Reference]:
+@pytest.fixture(
+    scope="module", params=[Move((0, 1), (0, 1, 2)), Move((0, 1, 2), (1, 2))], ids=["more", "fewer"]
+)
+def moving(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Move, Reference]:
     return request.param, move_reference(tmp_path_factory.mktemp("moved") / "run", request.param)
 
 
@@ -51,7 +55,9 @@ def test_a_crash_while_records_move_leaves_the_old_places_or_the_new_ones(
 
     def attempt(number: int) -> bool:
         action, power = (("kill all", None), ("tear", number), ("kill all", number))[number % 3]
-        return crash_move(tmp_path / str(number), move, Fault(number, action), expected, power, number % 2 == 0)
+        return crash_move(
+            tmp_path / str(number), move, Fault(number, action), expected, power, number % 2 == 0
+        )
 
     points = [*range(3, tear_down, 61), *range(tear_down, expected.calls, 17)]
     with ThreadPoolExecutor(2) as pool:
@@ -133,16 +139,22 @@ def test_records_are_the_same_on_any_drives(ssd: list[Path], layout: ModelLayout
         files = sorted(path.name for path in (at[0] / "run").iterdir())
         assert [file for file in files if file != "manifest.json"] == ["store.json", "weights.0", "weights.1"]
         sizes = {file.name: file.stat() for file in (at[-1] / "run").glob("weights*")}
-        assert all(status.st_blocks * 512 >= status.st_size for status in sizes.values()), "a file lacks its space"
+        assert all(status.st_blocks * 512 >= status.st_size for status in sizes.values()), (
+            "a file lacks its space"
+        )
         if not after:
             break
         before, [at, *after] = at, after
 
 
-def test_a_drive_that_is_missing_is_reported_and_nothing_is_guessed(ssd: list[Path], layout: ModelLayout) -> None:
+def test_a_drive_that_is_missing_is_reported_and_nothing_is_guessed(
+    ssd: list[Path], layout: ModelLayout
+) -> None:
     expected = make_run(ssd[:3], layout)
     for drives in (on(ssd[:2]), on(ssd[:2], [ssd[3]]), on([*ssd[:2], ssd[3]])):
-        with pytest.raises(UserError, match=r"over 3 directories, and number 3 is not among .* with leave_ssd. If"):
+        with pytest.raises(
+            UserError, match=r"over 3 directories, and number 3 is not among .* with leave_ssd. If"
+        ):
             opened(drives, layout)
     assert contents_of(on(ssd[:3]), layout) == expected
 
@@ -225,8 +237,12 @@ def test_a_copy_that_fails_leaves_nothing(
 ) -> None:
     expected = make_run(ssd[:2], layout)
     with monkeypatch.context() as failing:
-        failing.setattr(resume, "check_extent", lambda *_: (_ for _ in ()).throw(StoreError("It is damaged.")))
-        with pytest.raises(FinetuneError, match=r"does not return what was written to it; .* It is damaged\."):
+        failing.setattr(
+            resume, "check_extent", lambda *_: (_ for _ in ()).throw(StoreError("It is damaged."))
+        )
+        with pytest.raises(
+            FinetuneError, match=r"does not return what was written to it; .* It is damaged\."
+        ):
             opened(on(ssd[1:3], ssd[:1]), layout)
     assert [len(list(path.iterdir())) for path in ssd] == [1, 1, 0, 0]
     assert contents_of(on(ssd[:2]), layout) == expected
@@ -269,7 +285,9 @@ def test_damage_after_the_check_is_not_copied(
     expected = make_run(ssd[:2], layout)
     content = load_manifest(ssd[0] / "run")
     assert content is not None
-    (entry,) = [entry for entry in map(ChecksummedExtent.from_dict, content["checksums"]) if entry.what == what]
+    (entry,) = [
+        entry for entry in map(ChecksummedExtent.from_dict, content["checksums"]) if entry.what == what
+    ]
     file, original = ssd[0] / "run" / entry.extent.file, transfer.RecordTransfer.fill
 
     def flip() -> None:
@@ -292,7 +310,9 @@ def test_damage_after_the_check_is_not_copied(
     assert contents_of(on(ssd[:3]), layout) == expected
 
 
-def test_a_manifest_without_a_checksum_or_with_another_is_rejected(ssd: list[Path], layout: ModelLayout) -> None:
+def test_a_manifest_without_a_checksum_or_with_another_is_rejected(
+    ssd: list[Path], layout: ModelLayout
+) -> None:
     count = len(make_run(ssd[:2], layout))
     with Store.open([path / "run" for path in ssd[:2]]) as store:
         whole = load_manifest(store.directories[0])

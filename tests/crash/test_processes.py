@@ -58,7 +58,9 @@ def test_the_optimizer_process_owns_the_lock_too(tmp_path: Path) -> None:
     assert held.count(str(tmp_path / "fuyou-run")) == 1
 
 
-def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_directories_cannot_be_locked_a_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = fcntl.flock
 
     def network_file_system(descriptor: int, operation: int) -> None:
@@ -76,7 +78,9 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path: Path, monkeypatc
         DirectoryLock([tmp_path])
 
 
-def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_optimizer_process_is_noticed_and_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = small_engine(tmp_path, lr=1e-3)
     losses = train(engine, 1)
     engine.flush()
@@ -92,7 +96,9 @@ def test_a_hung_optimizer_process_is_noticed_and_killed(tmp_path: Path, monkeypa
         assert train(engine, 1) != losses
 
 
-def test_memory_that_is_missing_is_noticed_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_missing_is_noticed_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fuyou.engine.common_decisions.memory_available_bytes", lambda: 10 << 20)
     with pytest.raises(UserError, match=r"would take .* of host memory, and 10.* available"):
         small_engine(tmp_path)

@@ -38,7 +38,9 @@ def test_a_node_whose_drive_was_replaced_by_an_empty_one(tmp_path: Path) -> None
     assert without.status == 1 and without.expected_error
     assert "Not all nodes can continue" in without.error and "node 1 (" in without.error, without.error
     alone = execute(RanksRun(root, {"resume": True}, nodes=1, steps=2))
-    assert alone.status == 1 and "what node 1 had of its optimizer states is not here" in alone.error, alone.error
+    assert alone.status == 1 and "what node 1 had of its optimizer states is not here" in alone.error, (
+        alone.error
+    )
     for path in (root / "node1").iterdir():
         path.rmdir()
     (root / "node1").rmdir()

@@ -41,7 +41,9 @@ def variants(content: Any) -> Iterator[tuple[str, Any]]:
     """Every copy of a JSON value in which one value, whole or inside, is another; with what has changed."""
     for value in VALUES:
         yield f"= {value!r:.20}", value
-    for key in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
+    for key in (
+        content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    ):
         for change, value in variants(content[key]):
             copy = content.copy()
             copy[key] = value
@@ -53,7 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with all the files that one may have, and what goes with it."""
     path = tmp_path_factory.mktemp("checkpoint")
     config = LlamaConfig(
-        vocab_size=320, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+        vocab_size=320,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
     )
     model = LlamaForCausalLM(config)
     model.generation_config.max_length = 20
@@ -65,7 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "sharded" / INDEX).write_text(
         json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "a.safetensors")})
     )
-    LoraConfig(r=2, target_modules=["q_proj"], rank_pattern={"q_proj": 3}).save_pretrained(str(path / "adapter"))
+    LoraConfig(r=2, target_modules=["q_proj"], rank_pattern={"q_proj": 3}).save_pretrained(
+        str(path / "adapter")
+    )
     records = {
         "text": {"text": "a", "more": [1]},
         "chat": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
@@ -131,7 +140,9 @@ def _try(folder: Path, name: str, change: str, text: str) -> None:
 
 
 def _variants_of(folder: Path, name: str) -> list[tuple[str, str]]:
-    return [(change, json.dumps(value)) for change, value in variants(json.loads((folder / name).read_text()))]
+    return [
+        (change, json.dumps(value)) for change, value in variants(json.loads((folder / name).read_text()))
+    ]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -141,7 +152,10 @@ def test_some_values_of_other_types_are_taken_or_rejected(folder: Path, name: st
 
 
 def test_all_values_of_other_types_in_a_header_are_taken_or_rejected(tmp_path: Path) -> None:
-    header = {"__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    }
     for change, value in variants(header):
         text = json.dumps(value).encode()
         (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))

@@ -88,7 +88,9 @@ def test_commands_in_the_text_could_be_typed(page: Path) -> None:
         if words[0] == "python":
             assert (ROOT / words[1]).exists(), command
             continue
-        complete = ["--ssd=x" if word == "--ssd" else word for word in words[1:] if word not in ("...", "DIR...")]
+        complete = [
+            "--ssd=x" if word == "--ssd" else word for word in words[1:] if word not in ("...", "DIR...")
+        ]
         if complete[-1].isupper() or {"--config", "--help", "--version"} & set(complete):
             continue  # a placeholder, or a file of the reader's
         try:

@@ -12,7 +12,9 @@ from cli.options.command import Finetune
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = {
-    name for option in Finetune(lambda name, **options: 0).options for name in (*option.opts, *option.secondary_opts)
+    name
+    for option in Finetune(lambda name, **options: 0).options
+    for name in (*option.opts, *option.secondary_opts)
 }
 
 
@@ -36,7 +38,12 @@ def test_the_slurm_script_parses_and_asks_for_another_turn_only_when_it_is_not_d
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "OUTPUT": "out", "SLURM_JOB_ID": "7"}
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "OUTPUT": "out",
+        "SLURM_JOB_ID": "7",
+    }
     for turn in range(2):
         if turn:
             (tmp_path / "done").touch()

@@ -48,7 +48,9 @@ def generated(trained: fuyou.Engine, seed: int) -> tuple[Rollouts, torch.Tensor]
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, 211, (3 + index,), generator=generator) for index in range(PROMPTS)]
     prompts = [prompt for prompt in prompts for _ in range(CONFIG.num_generations)]
-    answers = [torch.randint(3, 211, (NEW - index % 3,), generator=generator) for index in range(len(prompts))]
+    answers = [
+        torch.randint(3, 211, (NEW - index % 3,), generator=generator) for index in range(len(prompts))
+    ]
     unknown = rollouts_of(prompts, answers, [torch.zeros(len(answer)) for answer in answers])
     with torch.no_grad():
         now = trained.tokens(**unknown.batch)
@@ -74,7 +76,10 @@ def test_the_loss_is_trls() -> None:
     expected = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(advantages, expected.flatten())
     coefficient = torch.exp(log_probs - old)
-    first, second = coefficient * advantages[:, None], torch.clamp(coefficient, 0.9, 1.1) * advantages[:, None]
+    first, second = (
+        coefficient * advantages[:, None],
+        torch.clamp(coefficient, 0.9, 1.1) * advantages[:, None],
+    )
     kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
     per_token = -torch.min(first, second) + 0.3 * kl
     wanted = ((per_token * mask).sum(-1) / mask.sum(-1)).mean()
@@ -105,7 +110,9 @@ def test_steps_are_those_in_memory(checkpoint: Path, tmp_path: Path) -> None:
                 trained.backward(loss)
                 report = trained.step()
 
-                def theirs(numbers: dict, reference: torch.Tensor, arguments: tuple = arguments) -> torch.Tensor:
+                def theirs(
+                    numbers: dict, reference: torch.Tensor, arguments: tuple = arguments
+                ) -> torch.Tensor:
                     return grpo_loss(numbers["log_probs"], *arguments, reference)
 
                 expected = twin.loss_step(rollouts.batch, OPTIONS["micro_batch"], theirs, reference=True)

@@ -9,7 +9,12 @@ from cli.options.command import Finetune
 from cli.options.config_file import instead_of
 from tests.helpers.doc_blocks import ROOT
 
-TABLE = (ROOT / "docs" / "command.md").read_text().partition("## Coming from another tool")[2].partition("\n## ")[0]
+TABLE = (
+    (ROOT / "docs" / "command.md")
+    .read_text()
+    .partition("## Coming from another tool")[2]
+    .partition("\n## ")[0]
+)
 ROWS = [re.split(r" *\| *", row.strip("| ")) for row in TABLE.splitlines() if row.startswith("| `")]
 OURS = {name for option in Finetune(lambda name, **options: 0).options for name in option.opts}
 
@@ -21,7 +26,9 @@ def test_each_name_leads_to_an_option_of_its_row(row: list[str]) -> None:
     assert ours and ours <= OURS and theirs
     for name in theirs:
         message = instead_of(name)
-        assert message is not None and ours & set(re.findall(r"--[a-z-]+", message.partition("Here it is")[2])), name
+        assert message is not None and ours & set(
+            re.findall(r"--[a-z-]+", message.partition("Here it is")[2])
+        ), name
 
 
 def test_transformers_and_trl_have_the_names_of_their_column() -> None:

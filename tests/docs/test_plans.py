@@ -11,7 +11,9 @@ def test_a_planned_row_is_still_what_is_planned() -> None:
     script = load_script("plan_tables")
     model = next(row for row in script.LARGE_MODELS if "qwen3-30b-a3b" in row.options)
     plan = script.planned(f"{script.CARD} {model.options}")
-    readme, docs = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/benchmarks.md"))
+    readme, docs = (
+        " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/benchmarks.md")
+    )
     assert model.readme_row(plan) in readme
     assert model.docs_row(plan) in docs
     assert all(f"* {text}" in docs for text in plan["assumptions"])

@@ -20,7 +20,10 @@ def test_stops_are_few_and_there(walk: str) -> None:
         source = (ROOT / file).read_text()
         for name in re.findall(r"[\w.]+", where):
             for part in name.split("."):
-                assert re.search(rf"\b(def|class) {part}\b|^ *{part}\b[^=\n]* = ", source, re.MULTILINE), (file, name)
+                assert re.search(rf"\b(def|class) {part}\b|^ *{part}\b[^=\n]* = ", source, re.MULTILINE), (
+                    file,
+                    name,
+                )
 
 
 def test_no_file_is_a_stop_twice() -> None:

@@ -62,7 +62,9 @@ def files(folder: str) -> list[Path]:
 
 
 # Second names of things that have a name in CONTRIBUTING's list of words.
-DOUBLE_NAMES = re.compile(r"\b(_?shape: \"?ModelLayout|(device|host|ssd)_kept|kept_(bytes|layers|activations?))\b")
+DOUBLE_NAMES = re.compile(
+    r"\b(_?shape: \"?ModelLayout|(device|host|ssd)_kept|kept_(bytes|layers|activations?))\b"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,7 +74,12 @@ def test_pages_have_none_of_the_words(page: Path) -> None:
 
 @pytest.mark.parametrize("folder", WORDS_LEFT)
 def test_comments_docstrings_and_messages_have_none_of_the_words(folder: str) -> None:
-    left = [f"{file.relative_to(ROOT)}: {hit}" for file in files(folder) for text in prose(file) for hit in hits(text)]
+    left = [
+        f"{file.relative_to(ROOT)}: {hit}"
+        for file in files(folder)
+        for text in prose(file)
+        for hit in hits(text)
+    ]
     assert len(left) <= WORDS_LEFT[folder], "\n".join([f"{len(left)} hits", *left])
 
 
@@ -90,5 +97,7 @@ def test_values_are_named_for_what_they_are(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", NAMES_LEFT)
 def test_each_thing_has_a_single_name(folder: str) -> None:
-    hits = [f"{file}: {hit.group()}" for file in files(folder) for hit in DOUBLE_NAMES.finditer(file.read_text())]
+    hits = [
+        f"{file}: {hit.group()}" for file in files(folder) for hit in DOUBLE_NAMES.finditer(file.read_text())
+    ]
     assert hits == []

@@ -55,8 +55,12 @@ def test_bytes_across_nodes_are_the_formulas(pool: Pool, layout: tuple[int, int]
     nodes, per_node = layout
     for node in range(nodes):
         on_node = ranks[node * per_node : (node + 1) * per_node]
-        assert sum(rank["sent_inter_node"] for rank in on_node) == on_node[0]["first"] + 4 * on_node[0]["later"]
-        assert sum(rank["cache"] for rank in on_node) == on_node[0]["model"], "one copy of the model in every node"
+        assert (
+            sum(rank["sent_inter_node"] for rank in on_node) == on_node[0]["first"] + 4 * on_node[0]["later"]
+        )
+        assert sum(rank["cache"] for rank in on_node) == on_node[0]["model"], (
+            "one copy of the model in every node"
+        )
     for rank in ranks:
         assert (rank["inter_node"], rank["intra_node"]) == (rank["sent_inter_node"], rank["sent_intra_node"])
         # All groups in the first step, then the trainable ones, however many micro-batches and recomputations.

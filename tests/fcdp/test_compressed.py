@@ -25,7 +25,10 @@ def test_ranks_share_the_bytes_and_others_continue(model: str, pool: Pool, tmp_p
         assert rank.losses == alone.losses[:2]
         assert rank.norms == pytest.approx(alone.norms[:2], rel=1e-12)
         assert rank.counted == rank.scheduled
-    sizes = [sum(file.stat().st_size for file in (run.folder / f"rank{one}").rglob("weights.frozen")) for one in (0, 1)]
+    sizes = [
+        sum(file.stat().st_size for file in (run.folder / f"rank{one}").rglob("weights.frozen"))
+        for one in (0, 1)
+    ]
     last = Run(directory, run.folder, 4, leave=((0, 1),), options={**options, "resume": True})
     ended = cases.train(None, last)
     assert ended.first == 2 and ended.losses == alone.losses[2:]

@@ -30,7 +30,9 @@ from tests.helpers.models.routers import config_of
 from tests.helpers.twin import Twin
 
 
-@pytest.mark.parametrize(("layout", "adapters"), [((1, 2), None), ((2, 1), AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)))])
+@pytest.mark.parametrize(
+    ("layout", "adapters"), [((1, 2), None), ((2, 1), AdapterOptions(4, 8.0, 0.0, (ALL_LINEAR,)))]
+)
 def test_nonfinite_values_are_exported_by_no_rank(
     layout: tuple[int, int], adapters: AdapterOptions | None, model: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -68,13 +70,21 @@ SAVED = "adapters that peft has saved"
     ],
 )
 def test_two_ranks_equal_one(
-    layout: tuple[int, int], dtype: str, ssds: int, options: dict[str, Any], model: str, pool: Pool, tmp_path: Path
+    layout: tuple[int, int],
+    dtype: str,
+    ssds: int,
+    options: dict[str, Any],
+    model: str,
+    pool: Pool,
+    tmp_path: Path,
 ) -> None:
     options = {"dtype": dtype, "micro_batch": 2, **options}
     if options.get("adapters") == SAVED:
         options["adapters"] = str(tmp_path / "saved")
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(options["adapters"])
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(
+            options["adapters"]
+        )
     alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
     ranks = pool.run(layout, cases.train, Run(model, tmp_path / "ranks", ssds=ssds, options=options))
     # Three threads of a rank exchange, each on its own communicators; cells of a rank may hold less than others.
@@ -89,7 +99,9 @@ def test_two_ranks_equal_one(
         trained = sum(master.numel() for name, master in alone.masters.items() if "lora_" in name)
         # Half of every gradient and of every new value is sent by either, in fp32, and no pages of padding.
         matrices = sum("lora_" in name for name in alone.masters)
-        assert 8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
+        assert (
+            8 * trained <= sum(rank.planned[2] for rank in ranks) <= 8 * (trained + ALIGN_ELEMENTS * matrices)
+        )
     elif layout == (2, 1):
         check_bytes(ranks, alone)
 
@@ -116,7 +128,9 @@ def test_ranks_pass_rows_in_chunks(layout: tuple[int, int], model: str, pool: Po
     options = {"dtype": "fp32", "host_cache": 0, "eps": 1e-2}
     run = Run(model, tmp_path / "alone", packed=False, options=options)
     alone = cases.train(None, run)
-    ranks = pool.run(layout, cases.train, replace(run, folder=tmp_path / "ranks", options={**options, "chunk": 5}))
+    ranks = pool.run(
+        layout, cases.train, replace(run, folder=tmp_path / "ranks", options={**options, "chunk": 5})
+    )
     for rank in ranks:
         assert rank.losses == pytest.approx(alone.losses, rel=1e-6)
         assert rank.norms == pytest.approx(alone.norms, rel=1e-5)
@@ -135,27 +149,38 @@ def test_parameters_of_ranks_that_pass_host_memory(
     by_the_host = pool.run(layout, cases.train, Run(model, tmp_path / "host", options=options))
     counts = {"device_blocks": 1, "host_blocks": 1}
     run = Run(model, tmp_path / "past", options={**options, "io": "kvikio"})
-    for other, (rank, reads) in zip(by_the_host, pool.run(layout, cases.train_past_host, run, counts), strict=True):
+    for other, (rank, reads) in zip(
+        by_the_host, pool.run(layout, cases.train_past_host, run, counts), strict=True
+    ):
         assert rank.losses == other.losses and rank.norms == other.norms
-        assert all(master is None or torch.equal(master, other.masters[name]) for name, master in rank.masters.items())
+        assert all(
+            master is None or torch.equal(master, other.masters[name])
+            for name, master in rank.masters.items()
+        )
         assert reads >= run.steps
 
 
-def test_exchanges_are_launched_in_one_order_where_nccl_needs_it(model: str, pool: Pool, tmp_path: Path) -> None:
+def test_exchanges_are_launched_in_one_order_where_nccl_needs_it(
+    model: str, pool: Pool, tmp_path: Path
+) -> None:
     """On 2 nodes of 2 ranks, whose three kinds of exchange of device memory are ready in any order."""
     options = {"dtype": "fp32", "micro_batch": 1}
     alone = cases.train(None, Run(model, tmp_path / "alone", options=options))
     run = Run(model, tmp_path / "ranks", options=options, in_one_order=True)
     ranks = pool.run((2, 2), cases.train, run)
     spread = "fcdp_gather_2_ranks_2_apart"  # of host memory, by gloo
-    device = [[one[:3] for one in rank.launches if one[0].startswith("fcdp") and one[0] != spread] for rank in ranks]
+    device = [
+        [one[:3] for one in rank.launches if one[0].startswith("fcdp") and one[0] != spread] for rank in ranks
+    ]
     assert all(len({description for description, *_ in launches}) == 3 for launches in device)
     for one, other in itertools.combinations(device, 2):  # each in the order of what they launch together
         assert [launch for launch in one if launch in other] == [launch for launch in other if launch in one]
     assert all(rank.losses == pytest.approx(alone.losses, rel=1e-6) for rank in ranks)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [((2, 1), "fp32"), pytest.param((1, 2), "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [((2, 1), "fp32"), pytest.param((1, 2), "bf16", marks=pytest.mark.slow)]
+)
 def test_ranks_share_a_loss_over_log_probabilities(
     layout: tuple[int, int], dtype: str, model: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -192,7 +217,9 @@ def test_ranks_compute_in_what_the_first_is_fast_in_and_continue_in_that(
 def test_only_what_no_rank_has_a_gradient_for_is_skipped(dtype: str, pool: Pool, tmp_path: Path) -> None:
     """Experts get few tokens, on some rank or on none; slices cut them; then two ranks become one, and that one two."""
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(RoutedConfig(vocab_size=cases.VOCABULARY)).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(RoutedConfig(vocab_size=cases.VOCABULARY)).save_pretrained(
+        tmp_path / "model"
+    )
     options = {"dtype": dtype, "micro_batch": 1, "host_cache": 0}
     run = Run(str(tmp_path / "model"), tmp_path / "ranks", 3, rows=2, options=options)
     alone = cases.train_routed(None, replace(run, folder=tmp_path / "alone", steps=6))
@@ -239,7 +266,9 @@ def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
         assert -2.5 < blocks <= 0.2
         assert written / parameters == pytest.approx(7, rel=0.05)  # padding of tiny records
     trained = sum(master.numel() for master in alone.masters.values())
-    padding = ALIGN_ELEMENTS * len(alone.masters) + 5 * PAGE_ELEMENTS  # between a record's two parts, not behind them
+    padding = (
+        ALIGN_ELEMENTS * len(alone.masters) + 5 * PAGE_ELEMENTS
+    )  # between a record's two parts, not behind them
     assert 4 * trained <= sum(rank.planned[2] for rank in ranks) <= 4 * (trained + padding)
 
 
@@ -251,14 +280,18 @@ def test_four_ranks_come_back_to_the_step_that_all_have(model: str, pool: Pool, 
     begun = pool.run((2, 2), cases.train, run)
     cases.set_back(run.folder, 2)  # rank 0 of node 1 was killed in the middle of the commit
     ended = pool.run(
-        (2, 2), cases.train, replace(run, steps=10, save=tmp_path / "saved", options={**options, "resume": True})
+        (2, 2),
+        cases.train,
+        replace(run, steps=10, save=tmp_path / "saved", options={**options, "resume": True}),
     )
     assert {rank.first for rank in begun} == {0} and {rank.first for rank in ended} == {5}
     assert begun[0].losses[5] == ended[0].losses[0]
     losses = begun[0].losses[:5] + ended[0].losses
     assert losses == pytest.approx(alone.losses, rel=1e-6)
     assert len({tuple(rank.losses) for rank in ended}) == 1
-    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
+    saved = dict(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters()
+    )
     for name, master in alone.masters.items():
         torch.testing.assert_close(ended[0].masters[name], master, rtol=1e-4, atol=1e-6, msg=name)
         assert torch.equal(ended[0].masters[name], saved[name]), name
@@ -278,9 +311,13 @@ def test_a_bit_that_flips_on_its_way_to_a_node(model: str, pool: Pool, tmp_path:
 def test_nodes_that_hold_different_parameters() -> None:
     """The second node's checksum differs: all ranks stop before anything is committed."""
     told = [("a", 5), ("a", 7), ("b", 5), ("b", 8)]
-    agreement: Any = SimpleNamespace(share=Share(2, 2), is_alone=False, all_gather_at_commit=lambda value: told)
+    agreement: Any = SimpleNamespace(
+        share=Share(2, 2), is_alone=False, all_gather_at_commit=lambda value: told
+    )
     state: Any = SimpleNamespace(step=3, clipped=0)
     commits = Commits(None, state, None, None, agreement, "abc", lambda step: 5)
-    with pytest.raises(FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"):
+    with pytest.raises(
+        FinetuneError, match=r"step 4, node 1 \(b, rank 1 of it\) and node 0 \(a, rank 1 of it\) hold"
+    ):
         commits.commit(Task(Op.COMMIT, [], step=4, target=0))
     assert commits.committed_step == 3

@@ -65,7 +65,9 @@ class Runs:
         """The same, and what ``inspect`` returned on each rank."""
         outcomes, seen = zip(*self._pool.run(layout, train, case, strategy, **options), strict=True)
         assert len({outcome.weights for outcome in outcomes}) == 1
-        return Outcome(tuple(loss for outcome in outcomes for loss in outcome.losses), outcomes[0].weights), list(seen)
+        return Outcome(
+            tuple(loss for outcome in outcomes for loss in outcome.losses), outcomes[0].weights
+        ), list(seen)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,9 @@ def _name(case: Any) -> str:
     words = ["bf16" if case.bf16 else "fp32", "lora" if case.lora else "full", f"{case.micro_batches}mb"]
     words += ["embedding"] * ("embed_tokens" in case.targets)
     words += ["checkpointing"] * case.checkpointing + ["tied"] * case.tied
-    return "-".join([*words, *([case.event] if case.event else []), *([case.optimizer] * (case.optimizer != "fused"))])
+    return "-".join(
+        [*words, *([case.event] if case.event else []), *([case.optimizer] * (case.optimizer != "fused"))]
+    )
 
 
 def _runs() -> list[Any]:
@@ -104,7 +108,9 @@ def _run(slow: bool, *values: Any) -> Any:
 
 
 @pytest.mark.parametrize(("layout", "case", "placement"), _runs(), ids=_name)
-def test_equals_plain_fsdp2(runs: Runs, layout: tuple[int, int], case: Case, placement: tuple[str, float]) -> None:
+def test_equals_plain_fsdp2(
+    runs: Runs, layout: tuple[int, int], case: Case, placement: tuple[str, float]
+) -> None:
     # Recomputation changes nothing, so one reference serves with and without it.
     plain_case = dataclasses.replace(case, checkpointing=False)
     plain = runs.reference(layout, plain_case, "fsdp2")
@@ -143,7 +149,9 @@ def test_equals_hybrid_sharding(runs: Runs, lora: bool, bf16: bool) -> None:
     assert runs.run((2, 2), case, "fcdp-iig") == runs.run((2, 2), case, "fsdp2-hybrid")
 
 
-@pytest.mark.parametrize("case", [Case(lora=True, bf16=True, checkpointing=True), Case(micro_batches=4)], ids=_name)
+@pytest.mark.parametrize(
+    "case", [Case(lora=True, bf16=True, checkpointing=True), Case(micro_batches=4)], ids=_name
+)
 @pytest.mark.slow
 def test_shares_that_come_and_go_change_nothing(runs: Runs, case: Case) -> None:
     plain_case = dataclasses.replace(case, checkpointing=False)

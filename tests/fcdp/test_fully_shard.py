@@ -38,7 +38,11 @@ def _same(pool: Pool, call: Any, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), pytest.param(Case(lora=True), marks=pytest.mark.slow), Case(lora=True, bf16=True, checkpointing=True)],
+    [
+        Case(),
+        pytest.param(Case(lora=True), marks=pytest.mark.slow),
+        Case(lora=True, bf16=True, checkpointing=True),
+    ],
     ids=["full", "lora", "bf16"],
 )
 def test_module_by_module_equals_fsdp2_and_sends_what_the_formula_says(pool: Pool, case: Case) -> None:
@@ -67,7 +71,8 @@ def test_what_is_frozen_before_all_that_is_trained_is_not_gathered_again(pool: P
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes"), [("tp", (2, 1)), pytest.param("tp-outside", (1, 2), marks=pytest.mark.slow), ("hsdp", (1, 2))]
+    ("kind", "nodes"),
+    [("tp", (2, 1)), pytest.param("tp-outside", (1, 2), marks=pytest.mark.slow), ("hsdp", (1, 2))],
 )
 def test_meshes_of_two_dimensions(pool: Pool, kind: str, nodes: tuple[int, int]) -> None:
     assert {one[2] for one in _same(pool, cases.train_two_dimensions, kind)} == {nodes}
@@ -75,7 +80,9 @@ def test_meshes_of_two_dimensions(pool: Pool, kind: str, nodes: tuple[int, int])
 
 def test_a_world_of_which_some_ranks_train(pool: Pool) -> None:
     # A layout that no other test here has: where some ranks have made groups, PyTorch's counts of them differ.
-    plain, ours = (pool.run((4, 1), cases.on_nodes_of_two, cases.train_on_some, which) for which in (False, True))
+    plain, ours = (
+        pool.run((4, 1), cases.on_nodes_of_two, cases.train_on_some, which) for which in (False, True)
+    )
     assert ours == plain
     assert [len(losses) for losses in ours] == [0, 3, 3, 0]
 
@@ -119,7 +126,14 @@ def _mistakes(topology: fcdp.Topology) -> list[str]:
 
 
 def test_what_cannot_be_is_rejected(pool: Pool) -> None:
-    words = ["is not sharded", "over 2 of the 4", "called once", "node by node", "one dimension, or two", "one whole"]
+    words = [
+        "is not sharded",
+        "over 2 of the 4",
+        "called once",
+        "node by node",
+        "one dimension, or two",
+        "one whole",
+    ]
     words += ["[0, 2, 1, 3]", "fcpd"]
     for said in pool.run(FOUR, cases.on_nodes_of_two, _mistakes):
         for message, part in zip(said, words, strict=True):

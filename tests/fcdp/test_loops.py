@@ -21,7 +21,9 @@ def test_accelerate_trains_and_checkpoints_go_both_ways(pool: Pool, tmp_path: Pa
         assert losses == pytest.approx(expected, rel=2e-6)
     assert ours[0][1][0] == ours[0][1][1] > 0
     # With Adam's states again, both continue alike from what the other has saved.
-    plain, ours = (pool.run(FOUR, cases.accelerate_loop, which, 4, "", saved[not which]) for which in (False, True))
+    plain, ours = (
+        pool.run(FOUR, cases.accelerate_loop, which, 4, "", saved[not which]) for which in (False, True)
+    )
     for (losses, _), (expected, _) in zip(ours, plain, strict=True):
         assert losses == pytest.approx(expected, rel=2e-6)
 

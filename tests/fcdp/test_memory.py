@@ -34,7 +34,12 @@ def _planned(strategy: str, micro_batches: int) -> float:
 
 
 def _train(
-    topology: fcdp.Topology, strategy: str, *, lora: bool = False, micro_batches: int = 1, threshold: float = 0.0
+    topology: fcdp.Topology,
+    strategy: str,
+    *,
+    lora: bool = False,
+    micro_batches: int = 1,
+    threshold: float = 0.0,
 ) -> dict[str, int]:
     """Two steps: the most that tensors held, the cache of this rank, and the model's bytes in compute precision."""
     torch.manual_seed(0)

@@ -120,7 +120,14 @@ def _bad_numbers(topology: fcdp.Topology) -> list[str]:
 
 
 def test_what_cannot_be_is_rejected_on_every_rank(pool: Pool) -> None:
-    words = ["same number of ranks", "LOCAL_WORLD_SIZE is not set", "runs 3", "'fcdp'", "0 to 1, not 90", "not sharded"]
+    words = [
+        "same number of ranks",
+        "LOCAL_WORLD_SIZE is not set",
+        "runs 3",
+        "'fcdp'",
+        "0 to 1, not 90",
+        "not sharded",
+    ]
     for messages in pool.run((3, 1), _bad_numbers):
         for message, part in zip(messages, words, strict=True):
             assert part in message
@@ -185,7 +192,12 @@ def _between_all_but_one(model: _Layers, step: int) -> None:
         model.head.weight.requires_grad_(True)
 
 
-BETWEEN = (_between_freeze, _between_unfreeze, _between_parts, _between_all_but_one)  # forward and backward pass
+BETWEEN = (
+    _between_freeze,
+    _between_unfreeze,
+    _between_parts,
+    _between_all_but_one,
+)  # forward and backward pass
 FREEZING = (_freeze_none, _freeze_later, _unfreeze_later, _freeze_parts)
 
 
@@ -216,7 +228,9 @@ def _people_s_loop(
     return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
 
 
-def _loops_that_differ(topology: fcdp.Topology, freezing: tuple[Any, ...], counts: tuple[int, ...]) -> list[str]:
+def _loops_that_differ(
+    topology: fcdp.Topology, freezing: tuple[Any, ...], counts: tuple[int, ...]
+) -> list[str]:
     wrong = []
     for freeze, evaluates, optimizers in itertools.product(freezing, (False, True), counts):
         model = _Layers()
@@ -283,7 +297,9 @@ def test_processes_end_cleanly(tidy: bool, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, str(rank), store], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-W", "ignore", "-c", program, str(rank), store],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

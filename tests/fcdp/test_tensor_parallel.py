@@ -38,7 +38,9 @@ def _check(pool: Pool, run: TwoDimensions, world: tuple[int, int], layout: tuple
     assert len(set(ours[0].losses)) == cases.STEPS * run.micro_batches
 
 
-@pytest.mark.parametrize("run", [TwoDimensions(), TwoDimensions(micro_batches=3, accumulate=True)], ids=["1", "3"])
+@pytest.mark.parametrize(
+    "run", [TwoDimensions(), TwoDimensions(micro_batches=3, accumulate=True)], ids=["1", "3"]
+)
 @pytest.mark.slow
 def test_tensor_parallel_in_the_node_and_sharded_between_nodes(pool: Pool, run: TwoDimensions) -> None:
     _check(pool, run, (2, 2), (2, 1))
@@ -47,7 +49,8 @@ def test_tensor_parallel_in_the_node_and_sharded_between_nodes(pool: Pool, run: 
 @pytest.mark.slow
 def test_every_micro_batch_is_reduced(pool: Pool) -> None:
     plain, ours = (
-        pool.run((2, 2), on_nodes_of, 2, cases.train, TwoDimensions(micro_batches=2), which) for which in (False, True)
+        pool.run((2, 2), on_nodes_of, 2, cases.train, TwoDimensions(micro_batches=2), which)
+        for which in (False, True)
     )
     assert [(one.losses, one.digest) for one in ours] == [(one.losses, one.digest) for one in plain]
 
@@ -56,7 +59,9 @@ def test_tensor_parallel_between_nodes_and_sharded_in_the_node(pool: Pool) -> No
     _check(pool, TwoDimensions(tp_outside=True, micro_batches=2, accumulate=True), (2, 2), (1, 2))
 
 
-@pytest.mark.parametrize("run", [TwoDimensions(micro_batches=2, accumulate=True), TwoDimensions(strategy="paro-igg")])
+@pytest.mark.parametrize(
+    "run", [TwoDimensions(micro_batches=2, accumulate=True), TwoDimensions(strategy="paro-igg")]
+)
 @pytest.mark.slow
 def test_nodes_of_two_shards_with_two_parts_each(pool: Pool, run: TwoDimensions) -> None:
     _check(pool, run, (2, 4), (2, 2))

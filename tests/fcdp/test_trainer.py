@@ -11,7 +11,13 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from common.errors import UserError
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
@@ -55,11 +61,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     model.save_pretrained(directory, max_shard_size="20KB" if tied else "1GB")
     if tied:
         first = next(iter(directory.glob("model-*.safetensors")))
-        save_file({name: value * 9 for name, value in load_file(first).items()}, directory / "old.safetensors")
+        save_file(
+            {name: value * 9 for name, value in load_file(first).items()}, directory / "old.safetensors"
+        )
     return directory
 
 
-def ordinary(model: Any, steps: int, rows: int = 5) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def ordinary(
+    model: Any, steps: int, rows: int = 5
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """An ordinary loop over the same batches."""
     wide = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     flat = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -141,8 +151,12 @@ def test_adapters_train_as_with_peft_in_one_process(
     run = Run(str(checkpoint), tmp_path / "commits", options=options, adapters=adapters)
     first = pool.run((2, 2), train, run)
     committed = Commit.read(tmp_path / "commits" / "step-3")["tensors"]
-    trained = {name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad}
-    assert committed.keys() == {f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained}
+    trained = {
+        name.removeprefix("base_model.model.") for name, p in plain.named_parameters() if p.requires_grad
+    }
+    assert committed.keys() == {
+        f"{kind}.{name}" for kind in ("master", "mean", "variance") for name in trained
+    }
     run = Run(
         str(checkpoint), tmp_path / "commits", "hybrid", 2, resume=True, save=tmp_path / "tuned", options={"seed": 1},
         adapters=adapters,
@@ -196,7 +210,9 @@ def test_nonfinite_values_are_exported_by_no_rank(
     (saved / "model.safetensors").write_text("older")
     run = Run(str(tmp_path / "model"), tmp_path / "commits", save=saved, adapters=adapters)
     for said in pool.run((2, 1), export, run):
-        assert "layers.0.mlp.up_proj.weight holds a NaN" in said and said.endswith("['model.safetensors']"), said
+        assert "layers.0.mlp.up_proj.weight holds a NaN" in said and said.endswith("['model.safetensors']"), (
+            said
+        )
     exported = saved if adapters is None else saved / "merged"
     weights = dict(AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).named_parameters())
     for name, value in poisoned.named_parameters():
@@ -290,7 +306,14 @@ def test_packed_rows_train_as_their_documents_alone(family: str, pool: Pool, tmp
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     losses, weights = alone(tmp_path / "model", 2, 4)
     options = {"micro_batch": 1, "eps": 1e-3}
-    run = Run(str(tmp_path / "model"), tmp_path / "commits", steps=2, rows=4, options=options, save=tmp_path / "tuned")
+    run = Run(
+        str(tmp_path / "model"),
+        tmp_path / "commits",
+        steps=2,
+        rows=4,
+        options=options,
+        save=tmp_path / "tuned",
+    )
     assert pool.run((2, 1), train, run)[0].losses == pytest.approx(losses, rel=1e-5)
     tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").named_parameters())
     for name, value in weights.items():
@@ -315,13 +338,22 @@ def test_ranks_run_next_to_their_gpus(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["untied"], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"device": "cpu", "host_memory": "1GiB", "prove": False}], ids=["fcdp", "ssd"])
-def test_all_ranks_read_the_same_model(options: dict[str, Any], pool: Pool, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"device": "cpu", "host_memory": "1GiB", "prove": False}], ids=["fcdp", "ssd"]
+)
+def test_all_ranks_read_the_same_model(
+    options: dict[str, Any], pool: Pool, checkpoint: Path, tmp_path: Path
+) -> None:
     """All of them refuse one that changes under a single rank."""
     other = shutil.copytree(checkpoint, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
-    save_file({name: value + 1 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    for place, says in ((None, "The model was replaced."), (other, "does not hold the same model for all ranks")):
+    save_file(
+        {name: value + 1 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    for place, says in (
+        (None, "The model was replaced."),
+        (other, "does not hold the same model for all ranks"),
+    ):
         run = Run(str(checkpoint), tmp_path / says, options=options)
         for said in pool.run((2, 1), open_what_one_rank_sees_change, run, place):
             assert says in said

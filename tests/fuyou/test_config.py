@@ -18,7 +18,13 @@ def test_groups_and_names_alone_say_the_same() -> None:
         memory=MemoryConfig(host_cache="1MiB"), weights=WeightsConfig(trainable=["head.*"]), seed=3,
     )  # fmt: skip
     named = EngineConfig.of(
-        ssd=["a", "b"], run_name="tuned", lr=1e-4, max_grad_norm=1.0, host_cache="1MiB", trainable=["head.*"], seed=3
+        ssd=["a", "b"],
+        run_name="tuned",
+        lr=1e-4,
+        max_grad_norm=1.0,
+        host_cache="1MiB",
+        trainable=["head.*"],
+        seed=3,
     )
     assert grouped == named
     assert named.store.folders == [Path("a/tuned"), Path("b/tuned")]
@@ -39,9 +45,13 @@ def test_nothing_is_filled_by_position() -> None:
 
 
 def test_unknown_and_missing_options_are_those_of_the_engine() -> None:
-    with pytest.raises(TypeError, match=r"Engine.__init__\(\) got an unexpected keyword argument 'learning_rate'"):
+    with pytest.raises(
+        TypeError, match=r"Engine.__init__\(\) got an unexpected keyword argument 'learning_rate'"
+    ):
         fuyou.Engine("llama-10m", ssd=["a"], learning_rate=1e-4)
-    with pytest.raises(TypeError, match=r"Engine.__init__\(\) missing 1 required keyword-only argument: 'ssd'"):
+    with pytest.raises(
+        TypeError, match=r"Engine.__init__\(\) missing 1 required keyword-only argument: 'ssd'"
+    ):
         fuyou.Engine("llama-10m", lr=1e-4)
     with pytest.raises(TypeError, match="not both: lr"):
         fuyou.Engine("llama-10m", EngineConfig.of(ssd=["a"]), lr=1e-4)

@@ -52,7 +52,9 @@ def test_a_step_of_a_dense_model_waits_for_nothing(family: str, monkeypatch: pyt
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = on_cuda(buffer)
-        parameters = {name: on_cuda(value) for name, value in stack.model.named_parameters(remove_duplicate=False)}
+        parameters = {
+            name: on_cuda(value) for name, value in stack.model.named_parameters(remove_duplicate=False)
+        }
         ids = torch.empty(ROWS, TOKENS, dtype=torch.long, device=CUDA)
         batch = {"input_ids": ids, "position_ids": on_cuda(positions), HOST_POSITIONS: positions}
         outer = {name: value for name, value in parameters.items() if not name.startswith(stack.block_prefix)}
@@ -100,5 +102,7 @@ def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool, dtype: 
             for index in range(len(stack.blocks)):
                 hidden = stack.block(index, hidden, calls)
     assert packed or attention.calls
-    assert not packed or all(args[4] > 0 for args, _ in attention.calls)  # with dropout, one call per document
+    assert not packed or all(
+        args[4] > 0 for args, _ in attention.calls
+    )  # with dropout, one call per document
     assert not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)

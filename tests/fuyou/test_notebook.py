@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 def test_what_the_package_shows_completes_and_explains() -> None:
     assert dir(fuyou) == sorted([*fuyou.__all__, "__version__"]) and fuyou.__version__[0].isdigit()
     assert all(hasattr(fuyou, name) for name in fuyou.__all__)
-    assert {"UserError", "FinetuneError", "NonFiniteLoss", "NonFiniteWeights", "StoreError"} <= set(fuyou.__all__)
+    assert {"UserError", "FinetuneError", "NonFiniteLoss", "NonFiniteWeights", "StoreError"} <= set(
+        fuyou.__all__
+    )
     parameters = inspect.signature(fuyou.Engine).parameters
     assert set(parameters) == {"model", "config", *OPTION_NAMES}
     assert parameters["ssd"].default is inspect.Parameter.empty and parameters["lr"].default == 1e-5
@@ -51,7 +53,9 @@ def test_a_type_checker_sees_misspelled_options(tmp_path: Path) -> None:
 
 def test_a_cell_that_runs_again_closes_what_the_first_one_left(tmp_path: Path) -> None:
     first = small_engine(tmp_path, lr=1e-3, prove=False)
-    assert repr(first).startswith("<fuyou.Engine LlamaForCausalLM, ") and f", step 0, in {tmp_path}" in repr(first)
+    assert repr(first).startswith("<fuyou.Engine LlamaForCausalLM, ") and f", step 0, in {tmp_path}" in repr(
+        first
+    )
     losses = train(first, 2)
     second = small_engine(tmp_path, lr=1e-3, prove=False, resume=True)
     assert ", closed, in " in repr(first) and second.step_count == 2
@@ -102,7 +106,9 @@ def test_a_script_that_ends_without_close_loses_no_step(tmp_path: Path) -> None:
         folder.mkdir()
         command = [sys.executable, "-c", textwrap.dedent(script), str(folder), str(commit_every)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, env=environment)
+        ended = subprocess.run(
+            command, cwd=ROOT, text=True, capture_output=True, timeout=300, env=environment
+        )
         assert ended.returncode == status, ended.stderr
         with small_engine(folder, lr=1e-3, prove=False, resume=True) as engine:
             assert engine.step_count == 3
@@ -115,7 +121,12 @@ def test_rows_that_xlstm_evaluates_in_parts_are_evaluated_as_in_training(tmp_pat
         max_inference_chunksize=16,
     )  # fmt: skip
     ids = torch.arange(64).view(2, 32)
-    options: dict[str, Any] = {"ssd": tmp_path, "batch_shape": (2, 32), "host_memory": "600MiB", "dtype": "fp32"}
+    options: dict[str, Any] = {
+        "ssd": tmp_path,
+        "batch_shape": (2, 32),
+        "host_memory": "600MiB",
+        "dtype": "fp32",
+    }
     with fuyou.Engine(config, device="cpu", prove=False, **options) as engine:
         evaluated = engine.eval_loss(input_ids=ids, labels=ids)
         assert engine(input_ids=ids, labels=ids).loss.item() == pytest.approx(evaluated, rel=1e-6)

@@ -76,7 +76,9 @@ class QueuedDevice(Device):
         self.cudart, self.page_locks = FakeCuda().install(monkeypatch), True
         copy = torch.Tensor.copy_
 
-        def strictly_copied(target: torch.Tensor, source: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+        def strictly_copied(
+            target: torch.Tensor, source: torch.Tensor, *options: Any, **named: Any
+        ) -> torch.Tensor:
             # Elsewhere, tensors of the host stand for what computing makes on the device: only the engine's own count.
             if any(self.cudart.holds(one.data_ptr(), one.nbytes) for one in (target, source) if one.numel()):
                 device.check_copy(target, source)
@@ -178,5 +180,7 @@ class QueuedDevice(Device):
 
     def _protect(self, access: int, mappings: list[tuple[int, int]]) -> None:
         for address, nbytes in mappings if self._protects else ():
-            if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access):
+            if ctypes.CDLL(None, use_errno=True).mprotect(
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access
+            ):
                 raise OSError(ctypes.get_errno(), "mprotect")

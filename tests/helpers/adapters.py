@@ -26,7 +26,9 @@ class InMemory:
             {"params": [p for name, p in named.items() if (name in decayed) is decays], "weight_decay": decay}
             for decays, decay in ((True, OPTIONS["weight_decay"]), (False, 0.0))
         ]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=OPTIONS["lr"], fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=OPTIONS["lr"], fused=True
+        )
 
     def step(self, batch: dict[str, torch.Tensor], micro: int) -> float:
         """One step over micro-batches; returns the loss."""

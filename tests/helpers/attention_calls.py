@@ -20,7 +20,13 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def takes_math(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
 ) -> bool:
     """PyTorch 2.11's rules on sm_86, 89, 90, and 120, where cuDNN's kernel is not taken."""
     width, aligned = query.shape[-1], 16 // query.dtype.itemsize

@@ -139,7 +139,10 @@ def _scores(q, k, causal, mask, scale):
 def _backward(gradient, query, key, value, out, logarithms, starts, key_starts, causal, window, scale):
     gradients = [torch.empty_like(each) for each in (query, key, value)]
     for (start, end), keys, padded, mask in _sequences(starts, key_starts, query, causal, window):
-        (g, q, o), (k, v) = _parts(start, end, padded, gradient, query, out), _parts(*keys, padded, key, value)
+        (g, q, o), (k, v) = (
+            _parts(start, end, padded, gradient, query, out),
+            _parts(*keys, padded, key, value),
+        )
         each = functional.pad(logarithms[start:end].t()[None], (0, q.shape[2] - (end - start))).contiguous()
         if q.shape[-1] == v.shape[-1]:
             parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

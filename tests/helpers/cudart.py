@@ -28,11 +28,15 @@ class FakeCuda:
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether these bytes are within one registration."""
-        return any(there <= address and address + nbytes <= there + size for there, size in self.registered.items())
+        return any(
+            there <= address and address + nbytes <= there + size for there, size in self.registered.items()
+        )
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 1 and nbytes > 0
-        if any(address < there + size and there < address + nbytes for there, size in self.registered.items()):
+        if any(
+            address < there + size and there < address + nbytes for there, size in self.registered.items()
+        ):
             return self._refused(712)
         if sum(self.registered.values()) + nbytes > self.room:
             return self._refused(2)

@@ -90,4 +90,6 @@ def run_command(command: str, drives: Path) -> None:
         done = subprocess.run([sys.executable, script, *arguments[1:]], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     else:
-        raise AssertionError(f"{command!r}: say above the block why {name} is not run: <!-- not run here: ... -->")
+        raise AssertionError(
+            f"{command!r}: say above the block why {name} is not run: <!-- not run here: ... -->"
+        )

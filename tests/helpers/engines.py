@@ -52,7 +52,9 @@ def check(
 ) -> None:  # fmt: skip
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=clip, device=device, **OPTIONS)
     options["device"] = device
-    started = engine(trained_from or model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options)
+    started = engine(
+        trained_from or model, ssd, dtype, micro_batch=micro_batch, max_grad_norm=clip, **options
+    )
     with started as trained:
         for batch in batches(steps, packed):
             out = trained(**batch)

@@ -30,10 +30,14 @@ def evicted_is_nan(engine: fuyou.Engine) -> Iterator[list[Place]]:
 
     def overwrite(place: Place) -> None:
         kind, index = place
-        plane.buffers.parameters[kind].bytes(index, plane.buffers.layout.sizes[kind].device_nbytes).fill_(NAN_BYTE)
+        plane.buffers.parameters[kind].bytes(index, plane.buffers.layout.sizes[kind].device_nbytes).fill_(
+            NAN_BYTE
+        )
         overwritten.append(place)
 
-    def submit(tasks: Iterable[Task], submit: Callable[[Iterable[Task]], None] = plane.executor.submit) -> None:
+    def submit(
+        tasks: Iterable[Task], submit: Callable[[Iterable[Task]], None] = plane.executor.submit
+    ) -> None:
         listed = list(tasks)
         records = plane.buffers.layout.records
         for task in listed:

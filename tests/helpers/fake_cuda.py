@@ -71,4 +71,6 @@ def _get(value: torch.Tensor, index: Any) -> torch.Tensor:
             value = aten.select.int(value, dim, part)
             continue
         dim += 1
-    return aten.index.Tensor(value, [tensors.get(dim) for dim in range(max(tensors) + 1)]) if tensors else value
+    return (
+        aten.index.Tensor(value, [tensors.get(dim) for dim in range(max(tensors) + 1)]) if tensors else value
+    )

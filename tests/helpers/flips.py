@@ -94,7 +94,9 @@ class Readers:
         """Read the record's part as a step does."""
         record = page.record
         if page.part == "parameters":
-            buffer = aligned_bytes(record.parameter_nbytes)  # the engine's may hold records that it reads no more
+            buffer = aligned_bytes(
+                record.parameter_nbytes
+            )  # the engine's may hold records that it reads no more
             self._plane.stored.read_parameters(record, slot if record.trainable else 0, buffer).result()
             return
         updater, errors = self._updater, []
@@ -121,7 +123,12 @@ def flip_pages(engine: fuyou.Engine, every: int = 1, exports: bool = True) -> Co
     Raises:
         AssertionError: a flip in bytes that are read is not noticed, or another record or file is named.
     """
-    slot, readers, draw, counts = engine._run.commits.state.slot, Readers(engine), random.Random(7), Counter[str]()
+    slot, readers, draw, counts = (
+        engine._run.commits.state.slot,
+        Readers(engine),
+        random.Random(7),
+        Counter[str](),
+    )
     chosen = list(pages(engine, slot))[::every]
     clean: dict[int, bytes] = {}
     for page in chosen:

@@ -41,7 +41,9 @@ class LazyFuture:
         assert file is not None, "the file was closed under kvikio's feet"
         assert buffer is not None, "the buffer was freed under kvikio's feet"
         with file.opened():
-            return os.preadv(file.descriptor, [buffer.detach().as_subclass(torch.Tensor).numpy()], self.offset)
+            return os.preadv(
+                file.descriptor, [buffer.detach().as_subclass(torch.Tensor).numpy()], self.offset
+            )
 
 
 class StandInCuFile:
@@ -68,7 +70,8 @@ class StandInCuFile:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, opened: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> dict[str, Any]:
     """Put the stand-in in kvikio's place, and pretend that there is a CUDA driver; return its settings.
 

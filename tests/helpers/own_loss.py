@@ -57,24 +57,31 @@ def kto(numbers: dict[str, torch.Tensor], reference: torch.Tensor | None) -> tor
 class OwnLossInMemory(InMemory):
     """A model in memory that is trained on such losses, in micro-batches that the loss knows nothing of."""
 
-    def loss_step(self, batch: dict[str, torch.Tensor], micro: int, loss: Loss, reference: bool = False) -> float:
+    def loss_step(
+        self, batch: dict[str, torch.Tensor], micro: int, loss: Loss, reference: bool = False
+    ) -> float:
         """One step; returns the loss."""
         rows = len(batch["labels"])
         parts = [
-            {name: value[start : start + micro] for name, value in batch.items()} for start in range(0, rows, micro)
+            {name: value[start : start + micro] for name, value in batch.items()}
+            for start in range(0, rows, micro)
         ]
         with torch.no_grad():
             first = [self._numbers(part) for part in parts]
             theirs = self.reference(batch, micro)["log_probs"] if reference else None
         numbers = {name: torch.cat([one[name] for one in first]) for name in first[0]}
-        leaves = {name: value.requires_grad_() for name, value in numbers.items() if value.is_floating_point()}
+        leaves = {
+            name: value.requires_grad_() for name, value in numbers.items() if value.is_floating_point()
+        }
         total = loss(numbers, theirs)
         total.backward()
         start = 0
         for part in parts:
             again, stop = self._numbers(part), start + len(part["labels"])
             used = [name for name, leaf in leaves.items() if leaf.grad is not None]
-            torch.autograd.backward([again[name] for name in used], [leaves[name].grad[start:stop] for name in used])
+            torch.autograd.backward(
+                [again[name] for name in used], [leaves[name].grad[start:stop] for name in used]
+            )
             start = stop
         self.update()
         return float(total)

@@ -35,7 +35,9 @@ class PieceDriver:
         self._on_device = -1
         dtypes = {value.dtype for value in weights.values()}
         self._arenas = {
-            dtype: torch.full([max(self._numel(piece, dtype) for piece in self.pieces)], torch.nan, dtype=dtype)
+            dtype: torch.full(
+                [max(self._numel(piece, dtype) for piece in self.pieces)], torch.nan, dtype=dtype
+            )
             for dtype in dtypes
         }
 
@@ -118,7 +120,8 @@ class PieceDriver:
 
         with self.handles.bound():
             runs = [
-                PieceRun(lambda micro=micro: work(micro), random_state=random_state) for micro in range(len(leaves))
+                PieceRun(lambda micro=micro: work(micro), random_state=random_state)
+                for micro in range(len(leaves))
             ]
             sequence = [stage.piece for stage in self.order.backward]
             for group in [runs] if piece_by_piece else [[run] for run in runs]:

@@ -56,7 +56,9 @@ class Program:
             for task in steps.tasks:
                 self.list_of[id(task)] = number
                 if task.op is Op.STATE_READ:
-                    assert task.record not in open_group, "the states of a record are read twice before its update"
+                    assert task.record not in open_group, (
+                        "the states of a record are read twice before its update"
+                    )
                     open_group[task.record] = task
                 if task.op in (Op.STATE_READ, Op.UPDATE, Op.STATE_WRITE):
                     self.group_of[id(task)] = id(open_group[task.record])
@@ -80,7 +82,11 @@ class Program:
         """Places on SSD that a record is written to with its states: of several nodes, its own task writes the
         parameters, which are not complete before they are spread."""
         states = ("ssd states", task.record, task.target)
-        return [states] if self.layout.share.nodes > 1 else [("ssd parameters", task.record, task.target), states]
+        return (
+            [states]
+            if self.layout.share.nodes > 1
+            else [("ssd parameters", task.record, task.target), states]
+        )
 
     def accesses(self, task: Task) -> tuple[list[tuple], list[tuple]]:
         """Places that ``task`` reads, and places that it writes."""
@@ -92,9 +98,13 @@ class Program:
             case Op.PARAMETER_READ:
                 return [("ssd parameters", record, task.source)], [("host parameters", buffers, task.target)]
             case Op.PARAMETER_READ_DEVICE:
-                return [("ssd parameters", record, task.source)], [("device parameters", buffers, task.target)]
+                return [("ssd parameters", record, task.source)], [
+                    ("device parameters", buffers, task.target)
+                ]
             case Op.PARAMETER_UPLOAD:
-                return [("host parameters", buffers, task.source)], [("device parameters", buffers, task.target)]
+                return [("host parameters", buffers, task.source)], [
+                    ("device parameters", buffers, task.target)
+                ]
             case Op.COMPUTE:
                 assert isinstance(task, ComputeTask)
                 reads = [
@@ -104,7 +114,9 @@ class Program:
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output is not None else []
                 if task.gradient is not None:
-                    writes.append(("device gradient", self.layout.records[task.visit.trained].kind, task.gradient))
+                    writes.append(
+                        ("device gradient", self.layout.records[task.visit.trained].kind, task.gradient)
+                    )
                 if task.saved is not None:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.saved))
@@ -140,7 +152,9 @@ class Program:
                 ]
                 return [("host gradient", buffers, task.gradient), *states], places
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
-                parameters = [] if self.layout.share.nodes > 1 else [("host parameters", buffers, task.source)]
+                parameters = (
+                    [] if self.layout.share.nodes > 1 else [("host parameters", buffers, task.source)]
+                )
                 return [*parameters, *kept], self._written(task)
             case Op.ACTIVATION_DOWNLOAD:
                 return [(f"device {kind}", task.source)], [(f"host {kind}", task.target)]
@@ -181,7 +195,9 @@ def check_order(program: Program) -> None:
     for index, task in enumerate(tasks):
         before = 0
         for earlier in task.after:
-            assert number.get(id(earlier), index) < index, f"{task} waits for {earlier}, which does not come before it"
+            assert number.get(id(earlier), index) < index, (
+                f"{task} waits for {earlier}, which does not come before it"
+            )
             before |= started[number[id(earlier)]] | 1 << number[id(earlier)]
         last = previous.get(lane(task))
         if last is not None:
@@ -210,7 +226,9 @@ def check_order(program: Program) -> None:
                 assert place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
         if task.op is Op.STEP:
             ends[task.step] = index
-        if task.op is Op.COMMIT:  # a step whose gradient is not finite is never ended, and must not be committed
+        if (
+            task.op is Op.COMMIT
+        ):  # a step whose gradient is not finite is never ended, and must not be committed
             must_follow(ends[task.step], ("step", task.step))
             commit = index
             for place in program.accesses(task)[0]:
@@ -228,7 +246,9 @@ class Machine:
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
         self._updated: dict[int | None, int] = {}  # step of each record's newest update
-        self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}  # by number of micro-batches
+        self._contributions: dict[
+            int, dict[int | None, list[tuple[Phase, int]]]
+        ] = {}  # by number of micro-batches
         for record in self.layout.records:
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
@@ -325,7 +345,9 @@ class Machine:
                 updated = (task.record, "void" if self.program.is_void(task) else task.step)
                 incomplete = place[0] == "host parameters" and self.layout.share.nodes > 1
                 return ("own part", updated) if incomplete else updated
-            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.layout.share.nodes > 1:  # of the update just before
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE if (
+                self.layout.share.nodes > 1
+            ):  # of the update just before
                 return (task.record, self._updated[task.record])
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 return self.content["host parameters", self.layout.records[task.record].kind, task.source]
@@ -341,7 +363,12 @@ class Machine:
     def _activations(self, task: Task) -> tuple[list[object], object]:
         """What a compute task must find, and what it leaves; only the first and last part of a pass do either."""
         assert task.visit is not None
-        number, i, m, last = self.program.list_of[id(task)], task.visit.layer, task.micro, len(self.layout.blocks)
+        number, i, m, last = (
+            self.program.list_of[id(task)],
+            task.visit.layer,
+            task.micro,
+            len(self.layout.blocks),
+        )
         part = task.visit.part
         match task.visit.phase:
             case Phase.EMBED_FORWARD:
@@ -363,7 +390,9 @@ class Machine:
 
     def _gradient(self, record: int, step: int) -> tuple[int, int, list[tuple[Phase, int]]]:
         """The complete gradient of one step."""
-        micro = next(micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step)
+        micro = next(
+            micro for kind, micro, steps in self.program.lists if kind == "train" and steps.step == step
+        )
         if micro not in self._contributions:
             parts = self._contributions[micro] = defaultdict(list)
             for one in computations(self.layout, micro, train=True):
@@ -404,8 +433,13 @@ class Machine:
                 if task.gradient is not None and not task.first:
                     record = task.visit.trained
                     complete = self._gradient(record, task.step)[2]  # type: ignore[arg-type]
-                    _, _, part = self.content["device gradient", self.layout.records[record].kind, task.gradient]
-                    assert part == complete[: len(part)] and complete[len(part)] == (task.visit.phase, task.micro)
+                    _, _, part = self.content[
+                        "device gradient", self.layout.records[record].kind, task.gradient
+                    ]
+                    assert part == complete[: len(part)] and complete[len(part)] == (
+                        task.visit.phase,
+                        task.micro,
+                    )
                     place = ("device gradient", self.layout.records[record].kind, task.gradient)
                     self._expect(task, place, (record, task.step, part))
             case Op.UPDATE:
@@ -428,7 +462,9 @@ class Machine:
                 assert isinstance(value, tuple) and value[0] == record, f"{task} moves {value}"
             case Op.PARAMETER_GATHER | Op.PARAMETER_SPREAD:
                 found = self.content[self.program.accesses(task)[0][0]]
-                assert found[0] in ("own slice", "own part") and found[1][0] == record, f"{task} finds {found}"
+                assert found[0] in ("own slice", "own part") and found[1][0] == record, (
+                    f"{task} finds {found}"
+                )
             case Op.PARAMETER_WRITE:
                 place = ("host parameters", buffers, task.source)
                 self._expect(task, place, (record, self._updated[record]))
@@ -442,7 +478,9 @@ class Machine:
                     self._expect(task, place, (place[1], task.step))
 
     def _expect(self, task: Task, place: tuple, value: object) -> None:
-        assert self.content.get(place) == value, f"{task} needs {value} in {place} and finds {self.content.get(place)}"
+        assert self.content.get(place) == value, (
+            f"{task} needs {value} in {place} and finds {self.content.get(place)}"
+        )
 
 
 def build(
@@ -467,7 +505,9 @@ def build(
     kept = frozenset(record.index for record in layout.records[:resident] if record.trainable)
     if frozen:
         kept = frozenset(layout.trainable if resident else ())
-        counts = replace(counts, host_adapters=max(counts.host_adapters, len(layout.trainable) if kept else 1))
+        counts = replace(
+            counts, host_adapters=max(counts.host_adapters, len(layout.trainable) if kept else 1)
+        )
     elif kept:
         counts = replace(
             counts,
@@ -493,7 +533,9 @@ def build(
         batch = BatchShape(micro, 4096, 8, 12288, mine, mine and reference, together)
         if kind == "train":
             step += 1
-            program.lists.append((kind, micro, scheduler.training_step(step, batch, commit=commit or speculate)))
+            program.lists.append(
+                (kind, micro, scheduler.training_step(step, batch, commit=commit or speculate))
+            )
             if speculate:
                 assert scheduler.speculative or defer >= 1
                 program.lists.append(("settle", 0, scheduler.resolve_speculation(step, clipped=not commit)))

@@ -19,7 +19,13 @@ COUNTS = BufferCounts(device_activations=40, host_blocks=3)
 
 
 def run(
-    rates: TaskRates, deferred: float = 0.0, micro: int = 2, ring: int = 3, *, direct: bool = False, **more: int
+    rates: TaskRates,
+    deferred: float = 0.0,
+    micro: int = 2,
+    ring: int = 3,
+    *,
+    direct: bool = False,
+    **more: int,
 ) -> tuple[Simulation, list[StepList]]:
     layout = step_layout(LAYERS, False, BF16)
     counts = replace(COUNTS, **{"host_block_gradients": 2 + len(interleaved(layout, deferred)), **more})

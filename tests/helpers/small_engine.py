@@ -12,7 +12,12 @@ BATCH = {"input_ids": torch.arange(64).view(2, 32), "labels": torch.arange(64).v
 
 def small_engine(path: Path, **options) -> fuyou.Engine:
     return fuyou.Engine(
-        tiny_configs()["llama"], ssd=[path], host_memory="600MiB", batch_shape=(2, 32), micro_batch=1, **options
+        tiny_configs()["llama"],
+        ssd=[path],
+        host_memory="600MiB",
+        batch_shape=(2, 32),
+        micro_batch=1,
+        **options,
     )
 
 

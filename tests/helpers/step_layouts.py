@@ -29,7 +29,11 @@ class Cut:
 
 
 def step_layout(
-    layers: int, tied: bool, precision: Precision = BF16, frozen: bool = False, cuts: Mapping[int, Cut] | None = None
+    layers: int,
+    tied: bool,
+    precision: Precision = BF16,
+    frozen: bool = False,
+    cuts: Mapping[int, Cut] | None = None,
 ) -> ModelLayout:
     """Records of a small stack; outer ones are larger, and every record has its own size.
 
@@ -40,7 +44,12 @@ def step_layout(
     outer = [("outer", 9000)] if tied else [("embedding", 9000), ("head", 7000)]
     records = [
         Record.build(
-            index, name, Kind.NON_BLOCK, precision, [((f"{name}.weight",), (size,), True)], trainable=not frozen
+            index,
+            name,
+            Kind.NON_BLOCK,
+            precision,
+            [((f"{name}.weight",), (size,), True)],
+            trainable=not frozen,
         )
         for index, (name, size) in enumerate(outer)
     ]
@@ -53,7 +62,13 @@ def step_layout(
         held = [names[0] for names, _, _ in parameters if int(names[0].split(".")[1]) in cut.held]
         records.append(
             Record.build(
-                len(records), f"block {layer}", Kind.BLOCK, precision, parameters, trainable=not frozen, held=held
+                len(records),
+                f"block {layer}",
+                Kind.BLOCK,
+                precision,
+                parameters,
+                trainable=not frozen,
+                held=held,
             )
         )
     blocks = tuple((index,) for index in range(len(outer), len(records)))
@@ -109,7 +124,11 @@ def one_by_one(pieces: int, held: frozenset[int] = frozenset()) -> Cut:
     """A block whose pieces are needed one after the other, as in most families."""
     all_of_them = list(range(pieces))
     return Cut(
-        _order(all_of_them, all_of_them, [Stage(one, False, True, one not in held) for one in reversed(all_of_them)]),
+        _order(
+            all_of_them,
+            all_of_them,
+            [Stage(one, False, True, one not in held) for one in reversed(all_of_them)],
+        ),
         held,
     )
 

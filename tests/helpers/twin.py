@@ -32,7 +32,9 @@ class Twin(DeviceTwin):
     ):  # fmt: skip
         self._optimizer, self._in_24_bits = optimizer, bf16 and optimizer == "adamw8bit"
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(Path(checkpoint), torch.bfloat16 if bf16 else torch.float32, device, max_grad_norm, options)
+        super().__init__(
+            Path(checkpoint), torch.bfloat16 if bf16 else torch.float32, device, max_grad_norm, options
+        )
         if self._in_24_bits:
             self.masters = {name: in_24_bits(master) for name, master in self.masters.items()}
             self._load()

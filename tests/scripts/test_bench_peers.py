@@ -49,7 +49,9 @@ def _forked_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_forked_contenders")
 def test_fsdp2_trains(tmp_path: Path) -> None:
     steps("peers.fsdp2_offload", tmp_path)
-    in_memory, sharded = (steps(f"peers.{name}", tmp_path, 3, "fp32") for name in ("in_memory", "fsdp2_offload"))
+    in_memory, sharded = (
+        steps(f"peers.{name}", tmp_path, 3, "fp32") for name in ("in_memory", "fsdp2_offload")
+    )
     assert [step.loss for step in sharded] == pytest.approx([step.loss for step in in_memory], abs=1e-6)
 
 

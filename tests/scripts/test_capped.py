@@ -27,7 +27,9 @@ def _why_not() -> str:
 
 
 WHY_NOT = _why_not()
-needs_groups = pytest.mark.skipif(bool(WHY_NOT), reason=f"no memory control group can be made here: {WHY_NOT}")
+needs_groups = pytest.mark.skipif(
+    bool(WHY_NOT), reason=f"no memory control group can be made here: {WHY_NOT}"
+)
 
 
 def start(memory: str, *command: str) -> subprocess.Popen[str]:
@@ -66,10 +68,10 @@ def test_beyond_the_cap_the_kernel_kills() -> None:
 
 @needs_groups
 def test_the_cap_covers_children_and_shared_memory() -> None:
-    child = "import mmap; held = mmap.mmap(-1, 150 << 20); [held.__setitem__(i, 1) for i in range(0, len(held), 4096)]"
-    script = (
-        f"import subprocess as s, sys; held = b'x' * (100 << 20); sys.exit(s.call([sys.executable, '-c', {child!r}]))"
-    )
+    child = "import mmap; held = mmap.mmap(-1, 150 << 20); "
+    child += "[held.__setitem__(i, 1) for i in range(0, len(held), 4096)]"
+    script = "import subprocess as s, sys; held = b'x' * (100 << 20); "
+    script += f"sys.exit(s.call([sys.executable, '-c', {child!r}]))"
     status, _, error = run("200MiB", sys.executable, "-c", script)
     assert status != 0
     assert "KILLED" in error

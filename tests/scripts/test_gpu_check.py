@@ -53,7 +53,9 @@ def test_the_script_starts_on_its_own(tmp_path: Path) -> None:
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["sections"]["machine"]["status"] == "done"
+    assert (
+        json.loads((tmp_path / "out" / "results.json").read_text())["sections"]["machine"]["status"] == "done"
+    )
 
 
 @pytest.mark.slow
@@ -140,14 +142,18 @@ def test_a_worker_that_dies_costs_no_other_case(monkeypatch: pytest.MonkeyPatch,
     settings = Settings(str(tmp_path), str(tmp_path), "cuda:0", False, None, None, (), (), 32).until(1e18)
     check = Check("exactness", settings)
     monkeypatch.setattr(exactness, "WORKERS", 1)
-    monkeypatch.setattr(exactness, "cases", lambda quick: [exactness.Case(name, "llama", steps=1) for name in "ab"])
+    monkeypatch.setattr(
+        exactness, "cases", lambda quick: [exactness.Case(name, "llama", steps=1) for name in "ab"]
+    )
     exactness.run(check)
     rows = check.data["cases"]
     assert sorted(row["name"] for row in rows) == ["a", "b"]
     assert all(row["verdict"] == "failed" and "BrokenProcessPool" not in row["why"] for row in rows)
 
 
-def test_what_a_command_printed_is_kept_if_it_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_command_printed_is_kept_if_it_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     from gpu.journal import Check, Settings
 
@@ -169,7 +175,9 @@ def test_the_twin_of_packed_rows_takes_no_math_kernel(dtype: torch.dtype, window
     expected, _ = _attend(module, query, key, key, sliding_window=window)
     with cuda_branch(), AttentionCalls() as attention:
         attended, _ = _attend(module, query, key, key, sliding_window=window)
-    assert len(attention.calls) == 2 and not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)
+    assert len(attention.calls) == 2 and not any(
+        takes_math(*args, **kwargs) for args, kwargs in attention.calls
+    )
     torch.testing.assert_close(attended, expected)
 
 
@@ -181,7 +189,9 @@ def test_a_step_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
 
     from fuyou.runtime.device import explain_out_of_memory
 
-    settings = Settings(str(tmp_path), str(tmp_path), "cpu", True, None, "600MiB", ("tiny",), (2, 4), 32).until(1e18)
+    settings = Settings(
+        str(tmp_path), str(tmp_path), "cpu", True, None, "600MiB", ("tiny",), (2, 4), 32
+    ).until(1e18)
     train, calls = presets.train_step, []
 
     def train_step(engine: Any, batch: dict[str, Any]) -> Any:
@@ -198,7 +208,9 @@ def test_a_step_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
     assert [row.get("why", "")[:6] for row in check.data["rows"]] == ["failed", "", ""]
 
 
-def test_a_section_that_fails_says_why(check: Callable[..., tuple[int, dict[str, Any], str]], tmp_path: Path) -> None:
+def test_a_section_that_fails_says_why(
+    check: Callable[..., tuple[int, dict[str, Any], str]], tmp_path: Path
+) -> None:
     """And the next one runs; a later call with chosen sections joins their results to what is there."""
     (tmp_path / "out").mkdir()
     earlier = {"sections": {"machine": {"status": "done", "data": {}}}}
@@ -229,7 +241,14 @@ def test_gaps_of_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         event("kernel", 20, 90, 20, "of another stream"),
         event("gpu_memcpy", 20, 200, 100),
         event("gpu_memcpy", 21, 250, 100),
-        {"ph": "X", "cat": "cuda_runtime", "ts": 190, "dur": 250, "name": "cudaStreamSynchronize", "args": {}},
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "ts": 190,
+            "dur": 250,
+            "name": "cudaStreamSynchronize",
+            "args": {},
+        },
         {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 600, "name": "aten::mm", "args": {}},
         {"ph": "M", "name": "process_name", "args": {}},
     ]

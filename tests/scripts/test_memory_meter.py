@@ -12,7 +12,9 @@ MIB = 1 << 20
 SLACK = 6 * MIB
 """Python's own allocations, and the lag of the kernel's counters."""
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup"
+)
 
 CHILD = """
 import mmap, sys
@@ -33,7 +35,11 @@ class Child:
 
     def __init__(self, fds: tuple[int, ...] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=fds,
         )
         self.pid = self.process.pid
         self.tell("ready", 0)

@@ -28,7 +28,9 @@ def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
     result = PaperScheme(replace(model, rows=4), server()).plan
     elements = sum(record.numel for record in model.layout.records)
     assert result.written_bytes == 14 * elements
-    assert 16 * elements * 0.9 < result.read_bytes <= 16 * elements  # what is still there at the turn is not read again
+    assert (
+        16 * elements * 0.9 < result.read_bytes <= 16 * elements
+    )  # what is still there at the turn is not read again
     assert result.to_json()["micro_batches"] == 1 and result.deferred_fraction == 0.0
     assert result.ssd_bytes == 14 * elements
 
@@ -98,7 +100,9 @@ def test_one_run_from_the_command_line() -> None:
     assert "D_start" in result.output and "below D_start: only block inputs are swapped" in result.output
     assert "swap coefficient 0.00" in result.output and "146.3 TFLOP/s" in result.output
     slower = CliRunner().invoke(main, [*words, "--drives", "4", "--adam", "2"]).output
-    assert float(slower.split("tokens/s")[1].split()[0]) < float(result.output.split("tokens/s")[1].split()[0])
+    assert float(slower.split("tokens/s")[1].split()[0]) < float(
+        result.output.split("tokens/s")[1].split()[0]
+    )
     assert "does not fit: It takes" in CliRunner().invoke(main, [*words, "--host-memory", "32"]).output
 
 

@@ -60,4 +60,9 @@ def test_scopes_of_zero_topos_table_iv_and_memory_of_fcdp() -> None:
     assert len(rows) == 6
     assert all("| yes " in row for row in rows)
     fcdp = next(line for line in fcdp_memory().splitlines() if line.startswith("| FCDP"))
-    assert fcdp.split("|")[2:6] == [" 1.9                     ", " 1.88 ", " 60                          ", " 60   "]
+    assert fcdp.split("|")[2:6] == [
+        " 1.9                     ",
+        " 1.88 ",
+        " 60                          ",
+        " 60   ",
+    ]

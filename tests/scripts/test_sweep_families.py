@@ -29,14 +29,23 @@ def test_a_few_families(tmp_path: Path) -> None:
     }  # fmt: skip
     assert verdicts["gpt2"]["loss_difference"] == verdicts["gpt2"]["weight_difference"] == 0.0
     assert len(set(verdicts["gpt2"]["losses"][0])) == 3  # it learns
-    assert all(heading in page.read_text() for heading in ("## Exact", "\ngpt2", "## Untrainable", "* **musicgen**: "))
+    assert all(
+        heading in page.read_text()
+        for heading in ("## Exact", "\ngpt2", "## Untrainable", "* **musicgen**: ")
+    )
 
 
 @pytest.mark.slow
 def test_plans_at_the_shapes_that_models_have(tmp_path: Path) -> None:
     found, page = tmp_path / "found.json", tmp_path / "families.md"
     page.write_text("# Families\n", encoding="utf-8")
-    words = [sys.executable, SCRIPTS / "sweep_families.py", "--shapes", "--names", "gpt2,cpmant,Qwen/Qwen3-0.6B"]
+    words = [
+        sys.executable,
+        SCRIPTS / "sweep_families.py",
+        "--shapes",
+        "--names",
+        "gpt2,cpmant,Qwen/Qwen3-0.6B",
+    ]
     ended = forked.run([*words, "--seconds", "200", "--json", found, "--write", page], timeout=300)
     assert ended.returncode == 0, ended.stderr
     plans = {(one["name"], one["way"]): one for one in json.loads(found.read_text())}
@@ -66,7 +75,9 @@ def test_parts_are_all() -> None:
     import sweep_families
 
     every = sweep_families.names_of(None, None)
-    assert sorted(name for part in (1, 2, 3) for name in sweep_families.names_of(None, f"{part}/3")) == sorted(every)
+    assert sorted(
+        name for part in (1, 2, 3) for name in sweep_families.names_of(None, f"{part}/3")
+    ) == sorted(every)
     assert sweep_families.names_of(None, "today/3") in [
         sweep_families.names_of(None, f"{part}/3") for part in (1, 2, 3)
     ]
@@ -78,7 +89,10 @@ def test_wrong_results_are_called_wrong(what: str, tmp_path: Path) -> None:
     from families.trial import Finding, Mode, _Expected, _Trial
 
     weights = {"a": torch.ones(4), "b": torch.ones(4)}
-    before = {"a": torch.ones(4), "b": torch.ones(4) - 1e-6}  # b has hardly learnt: that it did must not get lost
+    before = {
+        "a": torch.ones(4),
+        "b": torch.ones(4) - 1e-6,
+    }  # b has hardly learnt: that it did must not get lost
     expected = _Expected([2.0, 1.5], before, weights)
     trained = {"a": torch.ones(4), "b": before["b"] if what == "weight" else torch.ones(4)}
     finding = Finding("x", "crash")
@@ -91,7 +105,10 @@ def test_wrong_results_are_called_wrong(what: str, tmp_path: Path) -> None:
     trial._judge_evaluations([("it is whole", 2.0, 2.0 + 1e-6)])
     assert finding.verdict == "exact"
     trial._judge_evaluations([("it is whole", 2.0, 2.0), ("it is exported", 2.0, 2.1)])
-    assert (finding.verdict, finding.reason) == ("wrong", "evaluates to 2.000000, and to 2.100000 where it is exported")
+    assert (finding.verdict, finding.reason) == (
+        "wrong",
+        "evaluates to 2.000000, and to 2.100000 where it is exported",
+    )
 
 
 @pytest.mark.usefixtures("_importable")
@@ -105,5 +122,12 @@ def test_children_that_hang_or_die_do_not_end_the_sweep() -> None:
             sys.exit(3)
         return {"said": task}
 
-    found = {task: (result, why) for task, result, why in run_forked(["a", "hangs", "dies"], work, jobs=2, seconds=3)}
-    assert found == {"a": ({"said": "a"}, ""), "hangs": (None, "hang"), "dies": (None, "its process ended with 1")}
+    found = {
+        task: (result, why)
+        for task, result, why in run_forked(["a", "hangs", "dies"], work, jobs=2, seconds=3)
+    }
+    assert found == {
+        "a": ({"said": "a"}, ""),
+        "hangs": (None, "hang"),
+        "dies": (None, "its process ended with 1"),
+    }

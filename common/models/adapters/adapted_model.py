@@ -85,17 +85,29 @@ class AdaptedModel:
         """Return those tokens whose rows in the embeddings or the head are 0, if the head is not trained."""
         head = self.model.get_output_embeddings()
         source = self.source
-        if self.adapters is None or source is None or not isinstance(head, nn.Linear) or head.weight.requires_grad:
+        if (
+            self.adapters is None
+            or source is None
+            or not isinstance(head, nn.Linear)
+            or head.weight.requires_grad
+        ):
             return []
-        layers = [head, *(layer for layer in (self.model.get_input_embeddings(),) if isinstance(layer, nn.Embedding))]
+        layers = [
+            head,
+            *(layer for layer in (self.model.get_input_embeddings(),) if isinstance(layer, nn.Embedding)),
+        ]
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         read = [
-            name for layer in layers if source.reads_rows(name := self.adapters.base_names[names[id(layer.weight)]])
+            name
+            for layer in layers
+            if source.reads_rows(name := self.adapters.base_names[names[id(layer.weight)]])
         ]
         return [
             token
             for token in tokens
-            if any(float(source.read_rows(name, token, token + 1).abs().max()) <= _NEVER_TRAINED for name in read)
+            if any(
+                float(source.read_rows(name, token, token + 1).abs().max()) <= _NEVER_TRAINED for name in read
+            )
         ]
 
     @property
@@ -114,6 +126,8 @@ class AdaptedModel:
         parameters = dict(self.base.named_parameters())
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in parameters):
-                raise UserError(f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, parameters)}")
+                raise UserError(
+                    f"trainable: no parameter is called {pattern!r}.{did_you_mean(pattern, parameters)}"
+                )
         for name, parameter in parameters.items():
             parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))

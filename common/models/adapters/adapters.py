@@ -121,7 +121,10 @@ class Adapters:
         settle_targets(model, config)
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        with _generator_states() as states, nullcontext() if saved is None else saved.fitting(type(model).__name__):
+        with (
+            _generator_states() as states,
+            nullcontext() if saved is None else saved.fitting(type(model).__name__),
+        ):
             self._wrapped = self._inject(seed, on_meta=not draw or saved is not None)
         layers = ((path, layer) for path, layer in model.named_modules() if layer in states)
         self._first_draws = {path: _FirstDraw.of(layer, states[layer]) for path, layer in layers}
@@ -144,9 +147,13 @@ class Adapters:
             refuse_unmatched(names, [*tuner.targeted_module_names, *tuner.targeted_parameter_names], config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
-        ties = {alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1}
+        ties = {
+            alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1
+        }
         shared = separate_tied_rows(model)
-        self._copied = trained_copies(model)  # What a parameter begins as a copy of: a name now, and rows; None: all
+        self._copied = trained_copies(
+            model
+        )  # What a parameter begins as a copy of: a name now, and rows; None: all
         # A tied weight that one of its modules adapts: the others use it as it is, or with other adapters.
         self._adapted_ties = {
             layer: first
@@ -181,7 +188,9 @@ class Adapters:
     @cached_property
     def own_names(self) -> tuple[str, ...]:
         """Names of what does not begin as the model's weights do: the adapters, and biases of a saved adapter."""
-        return tuple(name for name in self.trainable_names if name in self._saved_names or name not in self.base_names)
+        return tuple(
+            name for name in self.trainable_names if name in self._saved_names or name not in self.base_names
+        )
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -244,7 +253,9 @@ class Adapters:
         if self._saved is None:
             return
         trained = set(self.own_names)
-        untrained = {self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in trained}
+        untrained = {
+            self.base_names[name]: stored for name, stored in self._saved_names.items() if name not in trained
+        }
         for before, value in weights.read(list(untrained)):
             stored = untrained[before]
             if not torch.equal(self._saved.read(stored).to(self._dtype), value.to(self._dtype)):
@@ -273,7 +284,9 @@ class Adapters:
         """
         if not allow_nonfinite and (name := first_nonfinite(values)) is not None:
             raise NonFiniteWeights(name)
-        refuse_shadowing(directory, "config.json", "transformers would load weights that the adapter was not made for")
+        refuse_shadowing(
+            directory, "config.json", "transformers would load weights that the adapter was not made for"
+        )
         state = self._as_peft_saves(values)
         folder = make_staging_folder(directory)
         replaced = [directory / CONFIG, directory / GGUF]  # an older adapter's may not fit the new weights
@@ -312,7 +325,10 @@ class Adapters:
             if isinstance(layer, BaseTunerLayer) and any(name.startswith(f"{path}.") for name in values)
         ]
         for layer in layers:
-            if getattr(self.config, "lora_bias", False) and getattr(layer.get_base_layer(), "bias", None) is None:
+            if (
+                getattr(self.config, "lora_bias", False)
+                and getattr(layer.get_base_layer(), "bias", None) is None
+            ):
                 raise UserError(
                     "The adapters have biases (lora_bias), and the model's layers have none to merge them into: use "
                     "them as adapters, with peft."
@@ -324,7 +340,9 @@ class Adapters:
             for layer in layers:
                 layer.merge()
             before = {alias: old for aliases in self._aliases.values() for alias, old in aliases.items()}
-            merged = {before[name]: self.model.get_parameter(name).detach() for name in values if name in before}
+            merged = {
+                before[name]: self.model.get_parameter(name).detach() for name in values if name in before
+            }
             copies = {name: values[name] for name in values if self._copied.get(name, ("", ()))[1] is None}
             return merged | {before[self._copied[name][0]]: value for name, value in copies.items()}
         finally:
@@ -338,7 +356,9 @@ class Adapters:
         layer = next((layer for layer in self.layers if name.startswith(f"{layer}.")), name)
         return self._adapted_ties.get(layer, layer)
 
-    def _as_peft_saves(self, values: Mapping[str, torch.Tensor], embeddings: bool = False) -> dict[str, torch.Tensor]:
+    def _as_peft_saves(
+        self, values: Mapping[str, torch.Tensor], embeddings: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Return values by the names that they have in an adapter's file."""
         state: dict[str, torch.Tensor] = get_peft_model_state_dict(
             self._wrapped,
@@ -354,7 +374,9 @@ class Adapters:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         expected = self._as_peft_saves(trained)
         everything = self._as_peft_saves(parameters, embeddings=True)
-        saved.check(*({name: value.shape for name, value in state.items()} for state in (expected, everything)))
+        saved.check(
+            *({name: value.shape for name, value in state.items()} for state in (expected, everything))
+        )
         return {names[id(everything[stored])]: stored for stored in saved.files}
 
     def _inject(self, seed: int, on_meta: bool) -> PeftModel:

@@ -40,8 +40,12 @@ def settle_targets(model: PreTrainedModel, config: PeftConfig) -> None:
         config.target_modules = names
         exclude_modules(config, left_out)
     elif targets == ALL_LINEAR:
-        exclude_modules(config, [*grouped, *(path for path, _ in model.named_modules() if _is_refused(path, model))])
-    elif isinstance(targets, list | set) and (named := [path for path in grouped if _ends_with_any(path, targets)]):
+        exclude_modules(
+            config, [*grouped, *(path for path, _ in model.named_modules() if _is_refused(path, model))]
+        )
+    elif isinstance(targets, list | set) and (
+        named := [path for path in grouped if _ends_with_any(path, targets)]
+    ):
         raise UserError(
             f"{named[0]} multiplies each group of its inputs by weights that are the group's alone, which peft has no "
             "adapters for: leave it out of the targets."
@@ -69,7 +73,9 @@ def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the last names of dense linear layers, and the paths of others that have the same ones."""
     grouped = set(_grouped_layers(model))
     holders = set(_expert_holders(model))
-    head = model.get_output_embeddings()  # not that of a classifier, which is new: nothing else would train it
+    head = (
+        model.get_output_embeddings()
+    )  # not that of a classifier, which is new: nothing else would train it
     dense: list[str] = []
     others: list[str] = []
     for path, module in model.named_modules():

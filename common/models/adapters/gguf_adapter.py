@@ -13,7 +13,13 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common.models.checkpoint.gguf_table import architecture_of, file_order, gguf_names, order_of, processor_of
+from common.models.checkpoint.gguf_table import (
+    architecture_of,
+    file_order,
+    gguf_names,
+    order_of,
+    processor_of,
+)
 
 FILE = "adapter.gguf"
 _EMBEDDING = "token_embd.weight"
@@ -45,7 +51,12 @@ class GgufAdapter:
         self.obstacle = self._plan(model, config, prefix, base_names, set(trained))
 
     def _plan(
-        self, model: nn.Module, config: PreTrainedConfig, prefix: str, base_names: Mapping[str, str], trained: set[str]
+        self,
+        model: nn.Module,
+        config: PreTrainedConfig,
+        prefix: str,
+        base_names: Mapping[str, str],
+        trained: set[str],
     ) -> str:
         """Find the weight of each adapted layer; return why it cannot be found."""
         if importlib.util.find_spec("gguf") is None:
@@ -59,7 +70,9 @@ class GgufAdapter:
         processor = processor_of(self._architecture, fields)
         names = {
             name: stored
-            for stored, name in gguf_names(self._architecture, config, base_names.values(), prefix, processor).items()
+            for stored, name in gguf_names(
+                self._architecture, config, base_names.values(), prefix, processor
+            ).items()
         }
         for path, layer in model.named_modules():
             if not isinstance(layer, LoraLayer):
@@ -71,7 +84,9 @@ class GgufAdapter:
                 return f"llama.cpp has no adapters for {path}"
             if names[before] == _EMBEDDING and config.tie_word_embeddings:
                 return "llama.cpp adapts embeddings as the head, too, where they are one tensor"
-            order = order_of(processor, names[before], model.get_parameter(f"{path}.base_layer.weight").shape, fields)
+            order = order_of(
+                processor, names[before], model.get_parameter(f"{path}.base_layer.weight").shape, fields
+            )
             if order is None:
                 return f"transformers computes {before} from what a GGUF file has"
             trained = trained.difference(factors)
@@ -85,7 +100,9 @@ class GgufAdapter:
         writer = gguf.GGUFWriter(file, self._architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        alphas = [layer.scaling[adapter] * layer.r[adapter] for _, layer, *_ in self._layers for adapter in layer.r]
+        alphas = [
+            layer.scaling[adapter] * layer.r[adapter] for _, layer, *_ in self._layers for adapter in layer.r
+        ]
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alphas[0])
         for (path, layer, name, heads), alpha in zip(self._layers, alphas, strict=True):
             (adapter,) = layer.r

@@ -40,7 +40,9 @@ class AdapterMemory:
 
     fixed: int = 0  # Bytes for any batch
     saved_per_token: int = 0  # Bytes for each token of a micro-batch that are kept until the backward pass
-    passing_per_token: int = 0  # Bytes for each token in passing, while one linear layer computes, and no experts do
+    passing_per_token: int = (
+        0  # Bytes for each token in passing, while one linear layer computes, and no experts do
+    )
 
     @property
     def per_token(self) -> int:
@@ -89,7 +91,9 @@ def _saved_per_token(layer: BaseTunerLayer) -> int:
 def _width(layer: BaseTunerLayer) -> int:
     """Return the elements per token at both ends of a layer and between its factors; of an embedding, at its output."""
     *_, outputs, inputs = _shape(layer)
-    return 2 * _rank(layer) + (inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs)
+    return 2 * _rank(layer) + (
+        inputs if isinstance(layer.get_base_layer(), nn.Embedding) else inputs + outputs
+    )
 
 
 def _weights(layer: BaseTunerLayer, share: float | None) -> tuple[int, int]:

@@ -22,7 +22,9 @@ from common.models.checkpoint.shards import StoredTensor, read_header
 
 CONFIG = "adapter_config.json"  # Name of the configuration in an adapter directory
 
-ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head, and experts and routers that it knows
+ALL_LINEAR = (
+    "all-linear"  # peft's word for every linear layer but the head, and experts and routers that it knows
+)
 DENSE_LINEAR = "dense-linear"  # What is adapted by default; see :mod:`common.models.adapters.default_targets`
 
 _HONORED = {
@@ -47,7 +49,9 @@ class AdapterOptions:
     """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``); or ``dense-linear``: the linear
     layers of attention and dense feed-forward networks; or ``all-linear``: every linear layer but the head, and in
     families of mixtures that ``peft`` knows routers and experts."""
-    rslora: bool = False  # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
+    rslora: bool = (
+        False  # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
+    )
     dora: bool = False  # Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)
 
     def __post_init__(self) -> None:
@@ -68,7 +72,9 @@ class AdapterOptions:
             r=self.rank,
             lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]  # any number will do
             lora_dropout=self.dropout,
-            target_modules=self.targets[0] if self.targets in ((ALL_LINEAR,), (DENSE_LINEAR,)) else list(self.targets),
+            target_modules=self.targets[0]
+            if self.targets in ((ALL_LINEAR,), (DENSE_LINEAR,))
+            else list(self.targets),
             use_rslora=self.rslora,
             use_dora=self.dora,
         )
@@ -95,7 +101,9 @@ def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config"
         config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
     except OSError as error:
         raise UserError(f"{option} {path}: {file} cannot be read: {error.strerror}.") from error
-    except Exception as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
+    except (
+        Exception
+    ) as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
         raise UserError(f"{option} {file} is not a configuration that peft can read: {error}") from error
     config.inference_mode = False
     try:
@@ -185,7 +193,14 @@ def check_supported(config: PeftConfig) -> None:
 WEIGHTS = "adapter_model.safetensors"  # Name of the file with the adapters' weights in an adapter directory
 BASE = "base"  # Key in that file's metadata of the identity of the weights that they were trained on
 CONFIG_DIGEST = "config"  # Key there of a hash of the configuration that they were saved with
-_WITHOUT_EFFECT = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type")
+_WITHOUT_EFFECT = (
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+    "auto_mapping",
+    "task_type",
+)
 _PICKLE = "adapter_model.bin"  # Name of that file as older versions of ``peft`` have written it
 
 
@@ -197,7 +212,9 @@ def config_digest(file: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         return None
     # peft keeps names in sets, and writes them in any order.
-    ordered = {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in said.items()}
+    ordered = {
+        name: sorted(value, key=str) if isinstance(value, list) else value for name, value in said.items()
+    }
     return hashlib.sha256(json.dumps(ordered, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -227,7 +244,9 @@ class SavedAdapter:
                 if pickled
                 else f"--adapter {directory} holds no {WEIGHTS}: it is a configuration alone, for --peft-config."
             )
-        self.files: Mapping[str, StoredTensor] = read_header(self._file)  # Tensors in the file, by their names there
+        self.files: Mapping[str, StoredTensor] = read_header(
+            self._file
+        )  # Tensors in the file, by their names there
         with safe_open(self._file, "pt") as file:
             self._metadata: Mapping[str, str] = file.metadata() or {}
         self._check_config()
@@ -267,7 +286,9 @@ class SavedAdapter:
             yield
         except UserError as error:
             why = error.as_written.partition(". ")[0].removesuffix(".")
-            raise UserError(f"--adapter {self.directory} does not fit this {model}: {why}. So {self.advice}") from error
+            raise UserError(
+                f"--adapter {self.directory} does not fit this {model}: {why}. So {self.advice}"
+            ) from error
 
     def warning(self, checkpoint: Path | None) -> str:
         """Return a warning if they were trained on other weights than those of ``checkpoint``.
@@ -300,8 +321,12 @@ class SavedAdapter:
             UserError: it does not, or more.
         """
         known = {**also, **expected}
-        problems = [f"lacks {name}, which adapters of this model have" for name in expected if name not in self.files]
-        problems += [f"holds {name}, which no adapter of this model has" for name in self.files if name not in known]
+        problems = [
+            f"lacks {name}, which adapters of this model have" for name in expected if name not in self.files
+        ]
+        problems += [
+            f"holds {name}, which no adapter of this model has" for name in self.files if name not in known
+        ]
         for name, stored in self.files.items():
             if name in known and stored.shape != tuple(known[name]):
                 there, here = (" x ".join(map(str, shape)) for shape in (stored.shape, known[name]))

@@ -40,7 +40,9 @@ def target_fused_experts(model: nn.Module, config: LoraConfig) -> None:
 def possible_targets(model: nn.Module) -> list[str]:
     """Return the names that linear layers and fused experts have in their modules, sorted."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-    fused = (name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "conv" not in name)
+    fused = (
+        name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "conv" not in name
+    )
     return sorted({name.rpartition(".")[2] for name in (*linear, *fused)})
 
 
@@ -57,7 +59,9 @@ def refuse_unknown_targets(modules: Collection[str], possible: Sequence[str], co
 def near_targets(name: str, possible: Sequence[str]) -> str:
     """Return a hint for a name that no module has."""
     hint = did_you_mean(name, possible).strip()
-    return f"{hint} Its linear layers are called {', '.join(possible)}: name them with --lora-targets.".strip()
+    return (
+        f"{hint} Its linear layers are called {', '.join(possible)}: name them with --lora-targets.".strip()
+    )
 
 
 def _ends(names: Collection[str], wanted: str) -> bool:
@@ -66,7 +70,9 @@ def _ends(names: Collection[str], wanted: str) -> bool:
 
 def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
     """Refuse ``modules_to_save`` that no module is called, which ``peft`` leaves out."""
-    names = set(getattr(config, "modules_to_save", None) or ()) - set(SEQ_CLS_HEAD_NAMES)  # peft adds all of these
+    names = set(getattr(config, "modules_to_save", None) or ()) - set(
+        SEQ_CLS_HEAD_NAMES
+    )  # peft adds all of these
     for name in sorted(names):
         if not any(module.endswith(name) for module in modules):
             raise UserError(f"modules_to_save: no module is called {name!r}.{did_you_mean(name, modules)}")
@@ -141,7 +147,10 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
                 )
             for adapter, copy in module.modules_to_save.items():
                 for name, _ in copy.named_parameters():
-                    copies[f"{path}.modules_to_save.{adapter}.{name}"] = f"{path}.original_module.{name}", None
+                    copies[f"{path}.modules_to_save.{adapter}.{name}"] = (
+                        f"{path}.original_module.{name}",
+                        None,
+                    )
         elif isinstance(module, TrainableTokensLayer):
             for adapter, rows in module.token_indices.items():
                 layer = module.get_base_layer()

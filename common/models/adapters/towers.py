@@ -60,6 +60,11 @@ def _is_adapted(config: Any, model: PreTrainedModel, path: str) -> bool:
 def _whole_modules(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return the outermost modules all of whose parameters (of ``names``) are ``chosen``, sorted."""
     chosen = set(chosen)
-    mixed = {prefix for name in names if name not in chosen for prefix in accumulate(name.split("."), "{}.{}".format)}
+    mixed = {
+        prefix
+        for name in names
+        if name not in chosen
+        for prefix in accumulate(name.split("."), "{}.{}".format)
+    }
     prefixes = (accumulate(name.split("."), "{}.{}".format) for name in chosen)
     return sorted({next(prefix for prefix in longer if prefix not in mixed) for longer in prefixes})

@@ -107,7 +107,9 @@ class _ChunkCall(NamedTuple):
         if tile.kind == "full" or (tile.kind == "causal" and self.way != "products"):
             return None
         seen = self.view.seen(tile, like.device)
-        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+            ~seen, float("-inf")
+        )
 
     def _on_cpu(
         self, tile: Tile, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
@@ -127,7 +129,9 @@ class _ChunkCall(NamedTuple):
 
         return [*(padded(each, more) for each in queries), *(padded(each, more_keys) for each in keys)], mask
 
-    def forward(self, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Return a tile's result ``[B, H, queries, V]``, and the logarithms of its denominators ``[B, H, queries]``."""
         if self.way == "cuda":
             results = varlen.attend(q, k, v, self._sequences(tile, q, k), self._window(tile), self.scale)
@@ -160,21 +164,37 @@ class _ChunkCall(NamedTuple):
         if self.way == "cuda":
             sequences = self._sequences(tile, q, k)
             flowing, out, logarithms = (each.transpose(1, 2) for each in (flowing, out, logarithms))
-            return varlen.attend_backward(flowing, q, k, v, out, logarithms, sequences, self._window(tile), self.scale)
+            return varlen.attend_backward(
+                flowing, q, k, v, out, logarithms, sequences, self._window(tile), self.scale
+            )
         if self.way == "cpu":
             (flowing, q_, out, k_, v_), mask = self._on_cpu(tile, [flowing, q, out], [k, v])
             logarithms = functional.pad(logarithms, (0, q_.shape[2] - q.shape[2]))
             gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                flowing, q_, k_, v_, out, logarithms, 0.0, tile.kind == "causal", attn_mask=mask, scale=self.scale
+                flowing,
+                q_,
+                k_,
+                v_,
+                out,
+                logarithms,
+                0.0,
+                tile.kind == "causal",
+                attn_mask=mask,
+                scale=self.scale,
             )
             return [
-                each[:, :, : like.shape[2], : like.shape[-1]] for each, like in zip(gradients, (q, k, v), strict=True)
+                each[:, :, : like.shape[2], : like.shape[-1]]
+                for each, like in zip(gradients, (q, k, v), strict=True)
             ]
         scores, slopes = self._scores(tile, q, k)
         flowing, out, logarithms = (_grouped(each, k) for each in (flowing, out, logarithms[..., None]))
         weights = scores.sub_(logarithms).exp_()
         to_value = weights.to(v.dtype).mT @ flowing
-        change = (flowing @ v.mT).to(weights.dtype).sub_((flowing * out).sum(-1, keepdim=True, dtype=weights.dtype))
+        change = (
+            (flowing @ v.mT)
+            .to(weights.dtype)
+            .sub_((flowing * out).sum(-1, keepdim=True, dtype=weights.dtype))
+        )
         change = change.mul_(weights).mul_(self.scale)
         if slopes is not None:
             change = change.mul_(slopes)
@@ -191,7 +211,9 @@ class _ChunkCall(NamedTuple):
             return varlen.Sequences.of_documents((0, *inside, end - first), q.shape[0], q.device)
         return varlen.Sequences.of_rows(q, k, tile.kind != "full")
 
-    def _scores(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _scores(
+        self, tile: Tile, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of a tile, ``[B, G, H / G * queries, keys]``, and their cap's derivatives."""
         scores = (_grouped(q, k) @ k.mT).to(statistics_dtype(q)).mul_(self.scale)
         slopes = None
@@ -254,7 +276,9 @@ def attend(
     if sinks is not None:
         logarithms.copy_(sinks)
     for tile in tiles:
-        out, added = call.forward(tile, query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys])
+        out, added = call.forward(
+            tile, query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys]
+        )
         before = logarithms[:, tile.queries]
         total = result[:, tile.queries]
         added = added.transpose(1, 2)

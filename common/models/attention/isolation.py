@@ -44,7 +44,9 @@ class Isolation:
         return [
             (name, module)
             for name, module in model.named_modules()
-            if any(_name(kind) in self.modules for kind in type(module).__mro__)  # FSDP2 makes its own subclasses
+            if any(
+                _name(kind) in self.modules for kind in type(module).__mro__
+            )  # FSDP2 makes its own subclasses
         ]
 
 
@@ -206,12 +208,16 @@ class _Experiment:
         self._documents = documents
         self._positions = {"position_ids": positions.to(device)} if takes_positions(model) else {}
         # Whether a token is behind the first document of its row, bool `[B, S]`.
-        self._later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(device)
+        self._later = (torch.arange(documents.length) >= torch.tensor([[row[0]] for row in _LENGTHS])).to(
+            device
+        )
         vocabulary = model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(7)
         tokens = min(5, vocabulary // 2), vocabulary, positions.shape
         self._ids, other = (torch.randint(*tokens, generator=generator).to(device) for _ in range(2))
-        self._changed = torch.where(self._later, self._ids, other)  # differ from them in the first documents only
+        self._changed = torch.where(
+            self._later, self._ids, other
+        )  # differ from them in the first documents only
 
     def mixing(self, by_document: bool) -> tuple[str, ...]:
         """Return the names of the outermost classes inside blocks that mix documents."""
@@ -235,7 +241,9 @@ class _Experiment:
             return False  # nothing could be told apart
         with self._apart(how):
             packed, changed = (self._packed(ids) for ids in (self._ids, self._changed))
-        alone = [self._as_one(self._ids[row : row + 1, start:end]) for row, start, end in self._documents.spans()]
+        alone = [
+            self._as_one(self._ids[row : row + 1, start:end]) for row, start, end in self._documents.spans()
+        ]
         away = float((packed - torch.cat(alone, 1).view_as(packed)).abs().max())
         return max(away, self._moved(packed, changed)) <= _ROUNDING * seen and self._equal_arguments(how)
 
@@ -286,7 +294,9 @@ class _Experiment:
             self._packed(self._ids)
         with _calls(modules) as single:
             self._as_one(self._ids[row : row + 1, start:end])
-        arguments = [(tree_leaves(tree_map(part, packed[module])), tree_leaves(single[module])) for module in packed]
+        arguments = [
+            (tree_leaves(tree_map(part, packed[module])), tree_leaves(single[module])) for module in packed
+        ]
         return all(
             torch.allclose(here.expand_as(there), there, rtol=1e-3, atol=1e-3)
             for pair in arguments
@@ -317,7 +327,10 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
     model.eval()
     try:
         for by_document in (True, False) if interface else (False,):
-            with suppress(Exception), torch.no_grad():  # a family's own code may do anything with the unexpected
+            with (
+                suppress(Exception),
+                torch.no_grad(),
+            ):  # a family's own code may do anything with the unexpected
                 experiment = _Experiment(model)
                 how = Isolation(by_document, experiment.mixing(by_document))
                 if experiment.holds(how):

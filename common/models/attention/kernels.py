@@ -43,7 +43,9 @@ def shares_heads(mask: torch.Tensor | None, key: torch.Tensor, *value: torch.Ten
     """Return whether attention is to be given keys of fewer heads than queries; replaces transformers' function:
     without flash attention only CUDA's math kernel takes them, whose scores of all pairs of tokens are in no plan."""
     width = key.shape[-1]
-    has_flash = takes_flash(key, key) and not 192 < width <= 224 and all(each.shape[-1] == width for each in value)
+    has_flash = (
+        takes_flash(key, key) and not 192 < width <= 224 and all(each.shape[-1] == width for each in value)
+    )
     return (has_flash or kernels_of(key.device) != "cuda") and _shares_heads(mask, key, *value)
 
 
@@ -96,7 +98,9 @@ class AttentionKernels:
         finally:
             self._is_pinned = False
 
-    def taken(self, device: str, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool) -> SDPBackend:
+    def taken(
+        self, device: str, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, causal: bool
+    ) -> SDPBackend:
         """Return the kernel that a call of attention takes on a device: that device decides, if it is the model's.
 
         Args:
@@ -110,7 +114,9 @@ class AttentionKernels:
         if device == self._device.type:
             tokens = [min(part.shape[2], _TOKENS) for part in parts]
             with _disable_current_modes():  # the question is no part of what is traced
-                given = [self._empty(part, count, part.shape[3]) for part, count in zip(parts, tokens, strict=True)]
+                given = [
+                    self._empty(part, count, part.shape[3]) for part, count in zip(parts, tokens, strict=True)
+                ]
                 hides = None if mask is None else self._empty(mask, *tokens[:2])
                 return self._asked(given, hides, 0.0, causal, True)
         query, _, value = parts
@@ -132,12 +138,19 @@ class AttentionKernels:
                 self.backends = tuple(backend for backend in self.backends if backend is not without)
 
     def _asked(
-        self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, causal: bool, gradients: bool
+        self,
+        parts: Sequence[torch.Tensor],
+        mask: torch.Tensor | None,
+        dropout: float,
+        causal: bool,
+        gradients: bool,
     ) -> SDPBackend:
         query, key, value = (part.detach().requires_grad_(gradients) for part in parts)
         shared = query.shape[1] != key.shape[1]
         with self.pinned(), torch.set_grad_enabled(gradients):
-            return _NUMBERS[torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=shared)]
+            return _NUMBERS[
+                torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=shared)
+            ]
 
     def _empty(self, like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return torch.empty((*like.shape[:-2], rows, columns), dtype=like.dtype, device=self._device)

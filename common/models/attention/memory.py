@@ -16,7 +16,9 @@ _EAGER_BYTES = 25
 # of queries: fp32 copies, and the same scaled, of queries and keys.
 _UNEQUAL_BYTES = 14
 _UNEQUAL_COPIES = 16
-_MASK_BYTES = 8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
+_MASK_BYTES = (
+    8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
+)
 # What a chunk takes, measured on a CPU at most: fp32 values of each query, sums and results; keys and values of a tile,
 # copies and gradients; and where products compute scores, fp32 values of each score of a tile.
 _CHUNK_QUERIES = 3
@@ -67,7 +69,9 @@ class AttentionMemory:
         if self.eager_heads:
             return self.eager_heads * _EAGER_BYTES * seq_len**2
         if self.unequal_heads and cpu:
-            return self.unequal_heads * seq_len * (_UNEQUAL_BYTES * seq_len + _UNEQUAL_COPIES * self.key_width)
+            return (
+                self.unequal_heads * seq_len * (_UNEQUAL_BYTES * seq_len + _UNEQUAL_COPIES * self.key_width)
+            )
         masks = (padded or 0 < self.window < seq_len) * _MASK_BYTES * seq_len**2
         return masks if cpu else max(masks, self._tile_scores(seq_len, seq_len, cpu))  # of packed documents
 

@@ -41,7 +41,9 @@ class View(NamedTuple):
             ranges = itertools.pairwise((*starts, first + keys))
             starts = [start for begin, end in ranges for start in range(begin, end, chunk)]
         inside = (start - first for start in starts)
-        return View(past, window if window < keys else 0, tuple(start for start in inside if 0 < start < keys))
+        return View(
+            past, window if window < keys else 0, tuple(start for start in inside if 0 < start < keys)
+        )
 
     def first(self, query: int) -> int:
         index = self.past + query

@@ -31,12 +31,16 @@ class Sequences(NamedTuple):
         return Sequences(ends * queries, ends * keys, queries, keys, causal)
 
     @staticmethod
-    @lru_cache(maxsize=16)  # one copy to the device does for all layers; of each call, if documents share several
+    @lru_cache(
+        maxsize=16
+    )  # one copy to the device does for all layers; of each call, if documents share several
     def of_documents(starts: tuple[int, ...], rows: int, device: torch.device) -> "Sequences":
         """Return the documents of ``rows`` rows, whose first tokens, and the end of a row, are ``starts``.
 
         Copied from pinned memory: the host does not wait for the device."""
-        ends = [row * starts[-1] + start for row in range(rows) for start in starts[:-1]] + [rows * starts[-1]]
+        ends = [row * starts[-1] + start for row in range(rows) for start in starts[:-1]] + [
+            rows * starts[-1]
+        ]
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
         on_device = on_host.to(device, non_blocking=True)
         longest = max(b - a for a, b in itertools.pairwise(starts))
@@ -84,7 +88,9 @@ def attend_backward(
     """Return the gradients of query, key and value, given that of the result and what :func:`attend` returned."""
     flowing, out = (each.transpose(1, 2) for each in (gradient, result))
     flowing, out, q, k, v = _flat(flowing, out, query, key, value)
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of a dropout that there is not
+    unused = torch.empty(
+        2, dtype=torch.uint64, device=query.device
+    )  # random state of a dropout that there is not
     gradients = _aten._flash_attention_backward(
         flowing, q, k, v, out, statistics.flatten(0, 1).t().contiguous(), *sequences[:4], 0.0,
         sequences.causal and not window, unused, unused, scale=scale, **_sides(window),
@@ -111,4 +117,6 @@ def _flat(*parts: torch.Tensor) -> list[torch.Tensor]:
     width = max(part.shape[-1] for part in parts)
     width = 232 if 192 < width <= 224 else -(-width // 8) * 8
     flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-    return [functional.pad(each, (0, width - each.shape[-1])) if each.shape[-1] < width else each for each in flat]
+    return [
+        functional.pad(each, (0, width - each.shape[-1])) if each.shape[-1] < width else each for each in flat
+    ]

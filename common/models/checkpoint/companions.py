@@ -49,7 +49,9 @@ class Companions:
         """Directory of the tokenizer: the adapter's if it has one, with other content than the model's."""
         if self.adapter is None or not any(any(self.adapter.glob(pattern)) for pattern in _VOCABULARIES):
             return self.checkpoint
-        files = [file for file in tokenizer_files(self.adapter) if not _is(file, *TEMPLATE_FILES, *_PROCESSORS)]
+        files = [
+            file for file in tokenizer_files(self.adapter) if not _is(file, *TEMPLATE_FILES, *_PROCESSORS)
+        ]
         others = [(file, self.checkpoint / file.name) for file in files if file.is_file()]
         same = all(other.is_file() and digest_of(file) == digest_of(other) for file, other in others)
         return self.checkpoint if same else self.adapter
@@ -149,7 +151,9 @@ def doubt_about(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str:
     if corrected is None or (not corrected and _CORRECTED in tokenizer.init_kwargs):
         return ""
     file = directory / _TOKENIZER
-    if corrected and (not file.is_file() or _split_alike(tokenizer.backend_tokenizer, Tokenizer.from_file(str(file)))):
+    if corrected and (
+        not file.is_file() or _split_alike(tokenizer.backend_tokenizer, Tokenizer.from_file(str(file)))
+    ):
         return ""
     return (
         f"{file} may split texts in another way than Mistral's own tokenizer, as many of transformers 4 do. To correct "
@@ -168,7 +172,9 @@ def _split_alike(left: Tokenizer, right: Tokenizer) -> bool:
 def _template_in(folder: Path) -> str | dict[str, str] | None:
     """Return the chat template in a directory, or several by name; None if there is none in a form of today."""
     if (file := folder / CHAT_TEMPLATE).is_file():
-        others = {other.stem: read_text_file(other) for other in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+        others = {
+            other.stem: read_text_file(other) for other in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))
+        }
         return {"default": read_text_file(file), **others} if others else read_text_file(file)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         template = json.loads(read_text_file(folder / _TOKENIZER_CONFIG)).get("chat_template")

@@ -65,7 +65,12 @@ def described(file: Path) -> Path:
                         "start again once nothing writes there."
                     )
                 sync_tree(directory)
-                content = {"format": _FORMAT, "source": str(file.resolve()), "key": key, "files": _states(directory)}
+                content = {
+                    "format": _FORMAT,
+                    "source": str(file.resolve()),
+                    "key": key,
+                    "files": _states(directory),
+                }
                 replace_file(directory / SOURCE, json.dumps(content, indent=1))
     except OSError as error:
         raise UserError(
@@ -79,7 +84,9 @@ def _key(parts: Sequence[Path]) -> str:
     """Return what tells a file, and what it held, from others."""
     states = [(part.resolve(), part.stat()) for part in parts]
     # Tools that copy may keep the time of a change, but not that of the copy.
-    return " ".join(f"{path} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}" for path, state in states)
+    return " ".join(
+        f"{path} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}" for path, state in states
+    )
 
 
 def source_of(checkpoint: Path) -> Path | None:
@@ -93,12 +100,16 @@ def _is_whole(key: str, directory: Path) -> bool:
     """Return whether the files are those that were made of the file with this key."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((directory / SOURCE).read_text())
-        return bool(content["format"] == _FORMAT and content["key"] == key and content["files"] == _states(directory))
+        return bool(
+            content["format"] == _FORMAT and content["key"] == key and content["files"] == _states(directory)
+        )
     return False
 
 
 def _states(directory: Path) -> dict[str, str]:
-    files = [path for path in directory.iterdir() if path.name not in ("lock", SOURCE) and not path.is_symlink()]
+    files = [
+        path for path in directory.iterdir() if path.name not in ("lock", SOURCE) and not path.is_symlink()
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 
 
@@ -145,7 +156,9 @@ def _headers_read_once() -> Iterator[None]:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
+        def _get(
+            self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
+        ) -> npt.NDArray[Any]:
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     original = gguf.GGUFReader
@@ -187,7 +200,9 @@ def _table(
     for file, tensor in tensors:
         if tensor.name == ROPE_FACTORS:  # it is in the configuration
             continue
-        target = targets.get(tensor.name) or targets.get(tensor.name.removesuffix(".weight"))  # that of experts
+        target = targets.get(tensor.name) or targets.get(
+            tensor.name.removesuffix(".weight")
+        )  # that of experts
         if target not in first:
             raise ValueError(f"it holds {tensor.name}, which {type(model).__name__} has no parameter for")
         groups[first[target]].append((file, tensor))
@@ -225,11 +240,15 @@ def _whole(file: str, tensor: Any) -> GgufEntry:
 def _expert(file: str, tensor: Any, number: int, shape: tuple[int, ...]) -> GgufEntry:
     whole = _whole(file, tensor)
     if whole.shape[1:] != shape:
-        raise ValueError(f"it has {tensor.name} of shape {list(whole.shape)}, and each expert's is {list(shape)}")
+        raise ValueError(
+            f"it has {tensor.name} of shape {list(whole.shape)}, and each expert's is {list(shape)}"
+        )
     return replace(whole, start=whole.start + number * shape[0] * whole.row_nbytes, shape=shape)
 
 
-def _entry(file: str, tensor: Any, shape: tuple[int, ...], processor: Any, config: dict[str, Any]) -> GgufEntry:
+def _entry(
+    file: str, tensor: Any, shape: tuple[int, ...], processor: Any, config: dict[str, Any]
+) -> GgufEntry:
     """Describe a tensor that becomes a parameter of this shape."""
     entry = _whole(file, tensor)
     order = order_of(processor, tensor.name, shape, config) if len(entry.shape) == len(shape) == 2 else None

@@ -80,7 +80,9 @@ def apply_rope_factors(config: PreTrainedConfig, factors: npt.NDArray[np.float32
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    if "rope_theta" not in rope or not np.allclose(factors, _llama3_factors(rope["rope_theta"], scaling, len(factors))):
+    if "rope_theta" not in rope or not np.allclose(
+        factors, _llama3_factors(rope["rope_theta"], scaling, len(factors))
+    ):
         raise ValueError(f"its {ROPE_FACTORS} scales rotary embeddings in another way than Llama 3.1")
     config.rope_parameters = rope | scaling
 
@@ -113,7 +115,9 @@ def _apply_bases(config: PreTrainedConfig, left: dict[str, Any], base: float | N
     if "full_attention" not in rope:
         return
     bases = {"full_attention": base, "sliding_attention": left.pop("rope.freq_base_swa", None)}
-    given = {kind: {"rope_theta": value} for kind, value in bases.items() if value is not None and kind in rope}
+    given = {
+        kind: {"rope_theta": value} for kind, value in bases.items() if value is not None and kind in rope
+    }
     config.rope_parameters = rope | {kind: rope[kind] | value for kind, value in given.items()}
 
 
@@ -147,7 +151,9 @@ def _apply_scaling(config: PreTrainedConfig, left: dict[str, Any]) -> None:
     elif config.model_type.startswith("gemma3"):  # llama.cpp scales only layers without a window
         config.rope_parameters = rope | {"full_attention": rope["full_attention"] | scaling}
     else:
-        raise ValueError(f"its rotary embeddings are scaled, and {type(config).__name__} has several kinds of them")
+        raise ValueError(
+            f"its rotary embeddings are scaled, and {type(config).__name__} has several kinds of them"
+        )
 
 
 def _apply_window(config: PreTrainedConfig, left: dict[str, Any], context: int) -> None:
@@ -173,4 +179,6 @@ def _check_rotated(config: PreTrainedConfig, left: dict[str, Any]) -> None:
     width = width or config.hidden_size // config.num_attention_heads
     part = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
     if rotated != int(width * part):
-        raise ValueError(f"it rotates {rotated} of {width} elements of each head, and the family {int(width * part)}")
+        raise ValueError(
+            f"it rotates {rotated} of {width} elements of each head, and the family {int(width * part)}"
+        )

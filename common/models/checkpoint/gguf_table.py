@@ -22,7 +22,10 @@ from common.files import FILE_BYTES, read_text_file
 from common.models.names import GGUF_TABLE as TABLE
 
 _SUPPORTED = gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
-_ARCHITECTURES = {"mistral": "llama", "cohere": "command-r"}  # llama.cpp's names that are no spelling of the family's
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "cohere": "command-r",
+}  # llama.cpp's names that are no spelling of the family's
 _REORDERED = ("falcon", "deci")  # Families whose rows llama.cpp reorders, which transformers does not undo
 
 
@@ -82,7 +85,9 @@ class GgufTable:
                 for name, entry in content["tensors"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FinetuneError(f"{directory / TABLE} is damaged ({error!r:.200}): remove {directory}.") from error
+            raise FinetuneError(
+                f"{directory / TABLE} is damaged ({error!r:.200}): remove {directory}."
+            ) from error
 
     def numbers(self, name: str, stored: torch.Tensor) -> torch.Tensor:
         """Return the numbers in the model of a tensor that is not kept in its bytes, in fp32.

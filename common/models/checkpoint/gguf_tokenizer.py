@@ -56,7 +56,10 @@ def read_tokenizer(file: Path, keys: dict[str, Any]) -> PreTrainedTokenizerBase:
         assert isinstance(backend.model, models.BPE)
         backend.model.ignore_merges = True
     if pre in _GPT2_AND_DIGITS:
-        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        split = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
         backend.pre_tokenizer = pre_tokenizers.Sequence(split)
     if given.get("model") == "llama" and not given.get("add_space_prefix", True):
         _begin_without_space(backend)
@@ -69,4 +72,6 @@ def _begin_without_space(backend: Tokenizer) -> None:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     elif backend.normalizer is not None:  # of Phi-3, or of Gemma, which has this one
         backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )

@@ -116,7 +116,9 @@ class RandomSource(WeightSource):
 HEAD = "head.safetensors"
 
 
-def classifier_config(config: PreTrainedConfig, classes: Sequence[str], pad_token_id: int | None) -> PreTrainedConfig:
+def classifier_config(
+    config: PreTrainedConfig, classes: Sequence[str], pad_token_id: int | None
+) -> PreTrainedConfig:
     """Return the configuration of the sequence classifier of a language model's family.
 
     Args:

@@ -36,8 +36,12 @@ class Conversion:
     """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
 
     target: str  # Name of the parameter in the model; of several, the first
-    rule: WeightConverter | None  # Rule of transformers that makes the parameter; None if it is stored as it is
-    parts: list[tuple[str, str]] = field(default_factory=list)  # Pairs (pattern of the rule, name on disk), in order
+    rule: (
+        WeightConverter | None
+    )  # Rule of transformers that makes the parameter; None if it is stored as it is
+    parts: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # Pairs (pattern of the rule, name on disk), in order
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters, by name in the model. Peak memory: the tensors read and about as much again."""
@@ -126,7 +130,9 @@ def rounding(checkpoint: Path | None, computes_in: str) -> str:
     for stored in Shards(checkpoint).tensors.values():
         elements[stored.dtype] += math.prod(stored.shape)
     # Families keep routers and norms in fp32 next to weights in bf16.
-    wide = torch.float16 if torch.float16 in elements else max(elements, key=elements.__getitem__, default=None)
+    wide = (
+        torch.float16 if torch.float16 in elements else max(elements, key=elements.__getitem__, default=None)
+    )
     if wide not in (torch.float16, torch.float32):
         return ""
     name = "fp16" if wide == torch.float16 else "fp32"
@@ -151,7 +157,9 @@ class Shards:
             header = read_header(file)
             for name in expected:
                 if name not in header:
-                    raise FinetuneError(f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it.")
+                    raise FinetuneError(
+                        f"{file} lacks the tensor {name}, which {directory / INDEX} says is in it."
+                    )
             tensors.update({name: header[name] for name in expected} if expected else header)
         names = without_wrappers(tensors)
         self.files = {names[name]: stored for name, stored in tensors.items()}
@@ -200,7 +208,9 @@ def _read_elements(stored: StoredTensor, first: int, stop: int) -> torch.Tensor:
     except OSError as error:
         raise FinetuneError(f"Cannot read {stored.name} from {stored.file}: {error}") from error
     if missing:
-        raise FinetuneError(f"{stored.file.resolve()} is truncated: it ends within {stored.name}. Download it again.")
+        raise FinetuneError(
+            f"{stored.file.resolve()} is truncated: it ends within {stored.name}. Download it again."
+        )
     return values
 
 
@@ -222,13 +232,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             # Before reading: a damaged length must not become an allocation of that many bytes.
             if size < 8 or length > min(size - 8, _HEADER_BYTES):
-                raise FinetuneError(f"{file} is damaged: {size:,} bytes end inside its header. Download it again.")
+                raise FinetuneError(
+                    f"{file} is damaged: {size:,} bytes end inside its header. Download it again."
+                )
             header = json.loads(stream.read(length))
             entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-            ranges = {name: (start, stop) for name, entry in entries for start, stop in [_sizes(entry["data_offsets"])]}
+            ranges = {
+                name: (start, stop)
+                for name, entry in entries
+                for start, stop in [_sizes(entry["data_offsets"])]
+            }
             odd = sorted({entry["dtype"] for _, entry in entries} - DTYPES.keys())
             if odd:
-                raise UserError(f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from.")
+                raise UserError(
+                    f"{file} is quantized ({', '.join(odd)}). Give the checkpoint that it was made from."
+                )
             tensors = {
                 name: StoredTensor(
                     file, DTYPES[entry["dtype"]], _sizes(entry["shape"]), name, 8 + length + ranges[name][0]
@@ -255,12 +273,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"{stop - start:,} bytes. Download it again."
             )
     if data != max((stop for _, stop in ranges.values()), default=0):
-        raise FinetuneError(f"{file} is damaged: its header is not for {data:,} bytes of data. Download it again.")
+        raise FinetuneError(
+            f"{file} is damaged: its header is not for {data:,} bytes of data. Download it again."
+        )
     return tensors
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+    if not isinstance(values, list) or not all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    ):
         raise ValueError(f"{values!r:.80} is no list of sizes")
     return tuple(values)
 
@@ -283,7 +305,9 @@ def _shard_files(directory: Path) -> dict[Path, list[str]]:
         raise FinetuneError(f"{index} is damaged ({error!r:.200}). Download it again.") from error
     for file, names in files.items():
         if not file.is_file():
-            raise FinetuneError(f"{file} is missing; it should hold {names[0]} and {len(names) - 1} more tensors.")
+            raise FinetuneError(
+                f"{file} is missing; it should hold {names[0]} and {len(names) - 1} more tensors."
+            )
     return files
 
 
@@ -295,7 +319,9 @@ def _no_safetensors(directory: Path) -> str:
             'Convert it once, on a machine that can hold it: python -c "from transformers import AutoModelForCausalLM '
             f"as M; {convert}\", and copy the tokenizer's files over."
         )
-    pickled = next((file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None)
+    pickled = next(
+        (file for ending in ("pth", "pt", "bin", "ckpt") for file in directory.glob(f"*.{ending}")), None
+    )
     if pickled is not None:
         return f"{directory} has its weights only pickled ({pickled.name}): take the checkpoint for transformers."
     return f"{directory} has no weights: neither {SINGLE} nor {INDEX} is in it."

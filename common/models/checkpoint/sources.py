@@ -32,7 +32,11 @@ class RowParts:
 
     @classmethod
     def of(
-        cls, conversion: Conversion, tensors: Sequence[StoredTensor], placements: Placements, shape: tuple[int, ...]
+        cls,
+        conversion: Conversion,
+        tensors: Sequence[StoredTensor],
+        placements: Placements,
+        shape: tuple[int, ...],
     ) -> "RowParts | None":
         """Return the parts of a parameter; None if they are not alike, not side by side, or one is in several rows."""
         kinds = {(stored.shape, stored.dtype) for stored in tensors}
@@ -200,12 +204,18 @@ class CheckpointSource(WeightSource):
         if source not in self._row_parts:
             conversion = self._made_by[source]
             tensors = [self.shards.tensors[name] for _, name in conversion.parts]
-            self._row_parts[source] = RowParts.of(conversion, tensors, self._placements, self._stored_shape[source])
+            self._row_parts[source] = RowParts.of(
+                conversion, tensors, self._placements, self._stored_shape[source]
+            )
         return self._row_parts[source]
 
     def _convert(self, source: str) -> dict[str, torch.Tensor]:
         """Return the result of the conversion that makes ``source``, made piece by piece where that is possible."""
-        parts = self._rows_of(source) if self.shards.compressed and self._made_by[source].rule is not None else None
+        parts = (
+            self._rows_of(source)
+            if self.shards.compressed and self._made_by[source].rule is not None
+            else None
+        )
         if parts is None:
             return self._made_by[source].convert(self.model, self.shards.read)
         return {source: parts.read(0, parts.shape[0], self.shards.read)}
@@ -233,7 +243,11 @@ class CheckpointSource(WeightSource):
 
     def _check_unused(self) -> None:
         """Refuse weights and biases of layers that the model has without them: it would compute something else."""
-        layers = {name for name, module in self.model.named_modules() if module._parameters.get("weight") is not None}
+        layers = {
+            name
+            for name, module in self.model.named_modules()
+            if module._parameters.get("weight") is not None
+        }
         for name in (name for name in self.unplaced if name.endswith((".weight", ".bias"))):
             for prefix in accumulate(name.split(".")[:-1], "{}.{}".format):
                 if prefix in layers or f"{self.model.base_model_prefix}.{prefix}" in layers:
@@ -265,9 +279,13 @@ class CheckpointSource(WeightSource):
         for other in sources[1:]:
             first, second = (self._made_by[name].parts[0][1] for name in (sources[0], other))
             rows = self.shards.tensors[first].shape[0]
-            step = max(1, (16 << 20) * rows // max(1, self.model.get_parameter(other).numel()))  # 16 M elements
+            step = max(
+                1, (16 << 20) * rows // max(1, self.model.get_parameter(other).numel())
+            )  # 16 M elements
             for start in range(0, rows, step):
-                pair = [self.shards.read_rows(name, start, min(rows, start + step)) for name in (first, second)]
+                pair = [
+                    self.shards.read_rows(name, start, min(rows, start + step)) for name in (first, second)
+                ]
                 if not torch.equal(*pair):
                     raise UserError(
                         f"{self.shards.directory}: config.json says that {sources[0]} and {other} are one parameter, "

@@ -24,7 +24,9 @@ from common.models.structure import fp32_parameters, parameter_names, stored_nam
 from common.store.errors import described
 from common.store.posix import write_new_file
 
-STAGING_FOLDER = ".export-incomplete"  # Name of the folder for unfinished files, inside the directory that they are for
+STAGING_FOLDER = (
+    ".export-incomplete"  # Name of the folder for unfinished files, inside the directory that they are for
+)
 
 
 class NonFiniteWeights(FinetuneError):
@@ -60,7 +62,9 @@ def make_staging_folder(directory: Path) -> Path:
 def refuse_shadowing(directory: Path, other: str, loads: str) -> None:
     """Refuse a directory that holds ``other``, a file with which transformers would load something else as well."""
     if (directory / other).exists():
-        raise UserError(f"{directory} holds {other}, with which {loads}. Remove it, or write to another directory.")
+        raise UserError(
+            f"{directory} holds {other}, with which {loads}. Remove it, or write to another directory."
+        )
 
 
 def discard_staging_folder(directory: Path) -> None:
@@ -73,13 +77,19 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: st
 
     ``safetensors`` would write it through the page cache, at a quarter of a drive's rate.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # each at its alignment
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])
+    )  # each at its alignment
     header: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
     end = 0
     for name, value in ordered:
         start = end
         end += value.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _DTYPE_NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     parts = [np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)]
@@ -171,12 +181,16 @@ class CheckpointWriter:
         self.shard_bytes = shard_bytes
         self._stored_name = stored_names(model)
         self._fp32 = {self._stored_name[name] for name in fp32_parameters(model)}
-        self._shapes = {self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()}
+        self._shapes = {
+            self._stored_name[name]: parameter.shape for name, parameter in model.named_parameters()
+        }
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._allows_nonfinite = allow_nonfinite
         self._source = source
         self._nonfinite: str | None = None
-        self._names: dict[str, list[str]] = {}  # Names on disk, by the names that ``save_pretrained`` would give
+        self._names: dict[
+            str, list[str]
+        ] = {}  # Names on disk, by the names that ``save_pretrained`` would give
         if source is not None:
             meta = {self._stored_name[name]: parameter.data for name, parameter in model.named_parameters()}
             self._names = source.stored_names(to_disk(model, meta))
@@ -199,7 +213,9 @@ class CheckpointWriter:
         for name, value in named.items():
             stored = self._stored_name.get(name)
             if stored is None or self._shapes[stored] != value.shape:
-                raise FinetuneError(f"Cannot export {name} of shape {list(value.shape)}: the model has none such.")
+                raise FinetuneError(
+                    f"Cannot export {name} of shape {list(value.shape)}: the model has none such."
+                )
             if stored not in self._written:  # a tied parameter may come under several of its names
                 dtype = torch.float32 if stored in self._fp32 else self.dtype
                 copies[stored] = value.detach().to("cpu", dtype, copy=copy)
@@ -218,7 +234,9 @@ class CheckpointWriter:
         if source is not None:
             missing = [name for name in missing if not source.made_from(name)]
         if missing:
-            raise FinetuneError(f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them.")
+            raise FinetuneError(
+                f"Export incomplete: {len(missing)} parameters never came, {missing[0]} among them."
+            )
         ignored = set(self.model._keys_to_ignore_on_save or ())
         buffers = self.model.state_dict().keys() - self._stored_name.keys() - ignored
         if source is not None:
@@ -301,7 +319,9 @@ class CheckpointWriter:
 
     def _name_shards(self) -> list[str]:
         """Give files their final names, and write the index if there are several; return the names in moving order."""
-        names = [f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)]
+        names = [
+            f"model-{number:05d}-of-{self._shards:05d}.safetensors" for number in range(1, self._shards + 1)
+        ]
         names = [SINGLE] if self._shards == 1 else names
         for number, name in enumerate(names, start=1):
             with described("writing", self.folder):
@@ -346,7 +366,11 @@ class CheckpointWriter:
     def _move_into_place(self, weights: list[str]) -> None:
         # An older checkpoint's entry points go first, so that its index never points at new shards.
         with described("reading", self.directory):
-            old = [self.directory / SINGLE, self.directory / INDEX, *self.directory.glob("model-*-of-*.safetensors")]
+            old = [
+                self.directory / SINGLE,
+                self.directory / INDEX,
+                *self.directory.glob("model-*-of-*.safetensors"),
+            ]
         if self._source is not None:  # an earlier template would win over that in tokenizer_config.json
             old.append(self.directory / CHAT_TEMPLATE)
         move_into_place(self.directory, old, last=weights)
@@ -393,7 +417,9 @@ def write_template(folder: Path, template: str | Mapping[str, str]) -> None:
         value: Any = template
         if isinstance(template, Mapping):
             value = [{"name": name, "template": text} for name, text in template.items()]
-        replace_file(config, json.dumps(fields | {"chat_template": value}, indent=2, ensure_ascii=False) + "\n")
+        replace_file(
+            config, json.dumps(fields | {"chat_template": value}, indent=2, ensure_ascii=False) + "\n"
+        )
 
 
 def tokenizer_files(source: Path) -> list[Path]:

@@ -59,14 +59,20 @@ class BlockCalls:
         self._links = links or BlockLinks()
         self.documents = documents  # That share the rows; None: every row is one
         self.arguments = list(arguments)  # Positional and keyword arguments of each block
-        self.first_hidden: torch.Tensor | None = None  # Input of the first block, until the embedding hands it out
+        self.first_hidden: torch.Tensor | None = (
+            None  # Input of the first block, until the embedding hands it out
+        )
         self.hidden_shape: tuple[int, ...] = ()  # Shape of the hidden states
-        self.cache: ChunkCache | None = None  # Keys and values of earlier chunks of the row, if it passes in chunks
+        self.cache: ChunkCache | None = (
+            None  # Keys and values of earlier chunks of the row, if it passes in chunks
+        )
         self.edits: dict[int, HiddenEdit] = {}
         self._values: dict[Key, torch.Tensor] = {}
         self._gradients: dict[Key, torch.Tensor] = {}
         self._keys: dict[int, Key] = {}  # by the identity of the tensor
-        self._alive: list[torch.Tensor] = []  # keeps placeholders alive, so that no other tensor gets their identity
+        self._alive: list[
+            torch.Tensor
+        ] = []  # keeps placeholders alive, so that no other tensor gets their identity
         self._shared: dict[Any, Any] | None = None  # content of the shared dictionary now
         self._shared_before: dict[int, dict[Any, Any]] = {}  # content before each block
         self._latest_run = _BlockRun()
@@ -114,7 +120,9 @@ class BlockCalls:
         self._values.update({key: zeros(values[key]) for key in self._links.consumed if key in values})
         for args, kwargs in self.arguments if self._links.shared else ():
             dictionary = shared_dictionary(args, kwargs) or {}
-            dictionary.update({name: tree_map_only(torch.Tensor, zeros, entry) for name, entry in dictionary.items()})
+            dictionary.update(
+                {name: tree_map_only(torch.Tensor, zeros, entry) for name, entry in dictionary.items()}
+            )
 
     def carried(self) -> list[torch.Tensor]:
         """Return the tensors made by the embedding that carry gradients."""
@@ -185,7 +193,9 @@ class BlockCalls:
         states = [] if self.cache is None else self.cache.roots()
         return [*self._latest_run.produced.values(), *(state for state, _ in states)]
 
-    def backward(self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()) -> None:
+    def backward(
+        self, result: torch.Tensor, gradient: torch.Tensor, losses: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Run the backward pass of the latest run of a block, which has added the scalars ``losses`` to the loss."""
         run = self._latest_run
         self._latest_run = _BlockRun()
@@ -205,7 +215,9 @@ class BlockCalls:
             self.cache.pass_on()
         for key, leaf in run.leaves.items():
             if leaf.grad is not None:
-                self._gradients[key] = self._gradients[key] + leaf.grad if key in self._gradients else leaf.grad
+                self._gradients[key] = (
+                    self._gradients[key] + leaf.grad if key in self._gradients else leaf.grad
+                )
 
     def embedding_gradients(self, again: "BlockCalls") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the tensors that the embedding makes for blocks, in its second run ``again``, and their gradients."""

@@ -21,8 +21,12 @@ EMBEDDING = -1
 class BlockLinks:
     """The links between the blocks of a model, which are the same for all batches."""
 
-    carried: frozenset[tuple[int, str]] = frozenset()  # Arguments with gradients for the embedding: block, path
-    consumed: frozenset[Key] = frozenset()  # Tensors that blocks return for other blocks besides hidden states
+    carried: frozenset[tuple[int, str]] = (
+        frozenset()
+    )  # Arguments with gradients for the embedding: block, path
+    consumed: frozenset[Key] = (
+        frozenset()
+    )  # Tensors that blocks return for other blocks besides hidden states
     shared: bool = False  # Whether blocks are given one dictionary, in which they leave values for each other
 
     def __bool__(self) -> bool:
@@ -73,7 +77,9 @@ class HiddenEdit:
     steps: tuple[tuple[Callable[..., Any], Any, Any, Any], ...]
     source: int  # Identity of the earlier block's output, when it was recorded
     result: int  # Identity of the block's input, also
-    values: Mapping[int, Key]  # Names of other tensors that may carry gradients (image features, say), by identity
+    values: Mapping[
+        int, Key
+    ]  # Names of other tensors that may carry gradients (image features, say), by identity
 
     def apply(self, hidden: torch.Tensor, value: Callable[[Key], torch.Tensor]) -> torch.Tensor:
         """Repeat the calls on ``hidden``, with ``value`` to look up other tensors, and return their result."""
@@ -126,7 +132,9 @@ class HiddenEditRecorder(TorchFunctionMode):
                 raise self._refusal("decides by values that its blocks compute")
         return result
 
-    def edit(self, block: int, hidden: torch.Tensor, carry: Callable[[torch.Tensor], Key]) -> HiddenEdit | None:
+    def edit(
+        self, block: int, hidden: torch.Tensor, carry: Callable[[torch.Tensor], Key]
+    ) -> HiddenEdit | None:
         """Return how the input ``hidden`` of ``block`` follows from the output before it; None if it is that output.
 
         ``carry`` gives a tensor from before the blocks a name, under which its gradient goes back.
@@ -167,7 +175,9 @@ class HiddenEditRecorder(TorchFunctionMode):
         """Check that no argument of ``block`` is computed from the outputs of blocks."""
         for leaf in argument_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._made:
-                raise self._refusal(f"computes an argument of block {block} from the outputs of blocks before it")
+                raise self._refusal(
+                    f"computes an argument of block {block} from the outputs of blocks before it"
+                )
 
     def _refusal(self, what: str) -> UserError:
         return UserError(f"{self._name} cannot be split at its blocks: it {what}.")

@@ -17,7 +17,11 @@ def looped_experts(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
     for name, module in block.named_modules(prefix=prefix):
         fused = any(value is not None and value.dim() == 3 for value in module._parameters.values())
         is_common = all(hasattr(module, attribute) for attribute in INTERFACE)
-        if fused and not is_common and tuple(inspect.signature(type(module).forward).parameters)[1:] == _ARGUMENTS:
+        if (
+            fused
+            and not is_common
+            and tuple(inspect.signature(type(module).forward).parameters)[1:] == _ARGUMENTS
+        ):
             yield name, module
 
 

@@ -30,7 +30,9 @@ class BlockProbe:
     def __init__(self, returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]], all_blocks: bool):
         self.returns = returns
         self._all_blocks = all_blocks
-        self.values: dict[Key, torch.Tensor] = {}  # Meta tensors that blocks have returned next to hidden states
+        self.values: dict[
+            Key, torch.Tensor
+        ] = {}  # Meta tensors that blocks have returned next to hidden states
         self.left: list[torch.Tensor] = []  # Tensors that blocks have left in shared dictionaries
         self.dtypes: set[torch.dtype] = set()  # Dtypes of the hidden states that blocks have returned
 
@@ -50,13 +52,17 @@ class BlockProbe:
             return torch.zeros_like(self.values[key], device=hidden.device) if key in self.values else leaf
 
         before = dict(shared or {})
-        args, kwargs = tree_map_only(torch.Tensor, to_meta, (args, kwargs), is_leaf=lambda leaf: leaf is shared)
+        args, kwargs = tree_map_only(
+            torch.Tensor, to_meta, (args, kwargs), is_leaf=lambda leaf: leaf is shared
+        )
         try:
             with _entries_on_meta(shared), on_meta(block), torch.no_grad(), GroupedShapes():
                 leave_out_loops(block)
                 result = block(torch.empty_like(hidden, device="meta"), *args, **kwargs)
         except Exception:  # a family's code may fail in any way without values, or with its own tensors
-            result = _on_device(block, hidden, *tree_map_only(torch.Tensor, to_device, calls.arguments[index]))
+            result = _on_device(
+                block, hidden, *tree_map_only(torch.Tensor, to_device, calls.arguments[index])
+            )
         leaves, structure = tree_flatten(result)
         self.dtypes.add(leaves[0].dtype)
         for position, leaf in enumerate(leaves):

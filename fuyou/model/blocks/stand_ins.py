@@ -145,5 +145,7 @@ class BlockStandIns:
         for position, leaf in enumerate(leaves):
             if position and leaf is TENSOR:
                 calls = self._calls
-                values[position] = calls.placeholder((index, position)) if calls is not None else torch.empty(0)
+                values[position] = (
+                    calls.placeholder((index, position)) if calls is not None else torch.empty(0)
+                )
         return tree_unflatten(values, structure)

@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 ParameterPlace = tuple[nn.Module, str]  # A module, and the name that one of its parameters has in it
 
 
-def empty_parameters(places: Iterable[ParameterPlace], device: torch.device) -> dict[ParameterPlace, nn.Parameter]:
+def empty_parameters(
+    places: Iterable[ParameterPlace], device: torch.device
+) -> dict[ParameterPlace, nn.Parameter]:
     """Return zeros on ``device`` that stand for the parameters at ``places`` and take no memory."""
     empty = {}
     for owner, name in places:
@@ -99,7 +101,10 @@ def on_meta(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Undo, when the context ends, all that a run has left in a module and its submodules."""
-    saved = [(child, dict(child.__dict__), dict(child._buffers), dict(child._parameters)) for child in module.modules()]
+    saved = [
+        (child, dict(child.__dict__), dict(child._buffers), dict(child._parameters))
+        for child in module.modules()
+    ]
     try:
         yield
     finally:

@@ -68,7 +68,9 @@ def cross_entropy(
         part = slice(start, start + step)
         with torch.set_grad_enabled(gradient):
             values = rows[part].requires_grad_(gradient)
-            loss = functional.cross_entropy(values.float(), labels[part], ignore_index=IGNORED, reduction="none")
+            loss = functional.cross_entropy(
+                values.float(), labels[part], ignore_index=IGNORED, reduction="none"
+            )
         losses[part] = loss.detach()
         if result is not None:
             (result[part],) = torch.autograd.grad(loss, values, share.expand_as(loss))

@@ -76,7 +76,9 @@ class RouterPass:
         self._sums: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
-        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None  # the loss, and the probabilities that it is of
+        self._graph: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # the loss, and the probabilities that it is of
+        )
         self.value = math.nan
         """Loss of the whole batch, before it is multiplied by its coefficient; NaN until :meth:`combine`."""
         self.share = torch.tensor(math.nan)
@@ -132,7 +134,9 @@ class RouterPass:
         """Let the loss count ``factor`` times in the backward pass; after :meth:`combine`, that is its coefficient."""
         assert self._graph is not None
         value, probabilities = self._graph
-        (self._weights,) = torch.autograd.grad(value, probabilities, torch.full_like(value, factor), retain_graph=True)
+        (self._weights,) = torch.autograd.grad(
+            value, probabilities, torch.full_like(value, factor), retain_graph=True
+        )
 
     def losses(self, micro: int, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what a block adds to the loss, as its backward pass sees it.
@@ -199,7 +203,11 @@ def switch_router_logits(model: PreTrainedModel, on: bool) -> None:
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return those configurations of a model and its parts that have ``output_router_logits``."""
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [config for config in (*configs, model.config.get_text_config()) if hasattr(config, "output_router_logits")]
+    return [
+        config
+        for config in (*configs, model.config.get_text_config())
+        if hasattr(config, "output_router_logits")
+    ]
 
 
 def _checked(model: PreTrainedModel, function: Callable[..., torch.Tensor]) -> RouterLoss:

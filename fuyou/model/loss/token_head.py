@@ -69,7 +69,9 @@ class TokenHead:
         UserError: if an output has no such name, or there is none.
     """
 
-    def __init__(self, outputs: Sequence[str], function: HeadFunction | None = None, classes: int | None = None):
+    def __init__(
+        self, outputs: Sequence[str], function: HeadFunction | None = None, classes: int | None = None
+    ):
         for name in outputs:
             if name not in OUTPUTS:
                 raise UserError(f"tokens() has no output {name!r}.{did_you_mean(name, OUTPUTS)}")
@@ -103,7 +105,8 @@ class TokenHead:
             tokens: what the batch has for each token, ``[N, ...]``.
         """
         parts = [
-            self._make(logits[part], {name: value[part] for name, value in tokens.items()}) for part in _passes(logits)
+            self._make(logits[part], {name: value[part] for name, value in tokens.items()})
+            for part in _passes(logits)
         ]
         return {name: torch.cat([outputs[name] for outputs in parts]) for name in parts[0]}
 
@@ -139,7 +142,9 @@ class TokenHead:
                     "return tensors with one entry for each of these tokens, under names that tokens() does not have."
                 )
             outputs[name] = value
-        return {name: value.float() if value.is_floating_point() else value for name, value in outputs.items()}
+        return {
+            name: value.float() if value.is_floating_point() else value for name, value in outputs.items()
+        }
 
 
 def _passes(logits: torch.Tensor) -> Iterator[slice]:
@@ -156,7 +161,9 @@ class _StreamingBackward(torch.autograd.Function):
     """An autograd function that calls ``backward`` when autograd comes to the loss."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, backward: Callable[[], None]
+    ) -> torch.Tensor:
         ctx.streamed = backward
         return loss.clone()
 

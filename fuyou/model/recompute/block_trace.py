@@ -28,14 +28,18 @@ from fuyou.model import chunks
 from fuyou.model.blocks.probe import is_grouped_product
 from fuyou.model.operators import makes_views
 
-ALIGN_BYTES = 256  # Every saved output starts on a multiple of this many bytes, as memory from an allocator does
+ALIGN_BYTES = (
+    256  # Every saved output starts on a multiple of this many bytes, as memory from an allocator does
+)
 
 _aten = torch.ops.aten
 _ON_CPU = str(_aten._scaled_dot_product_flash_attention_for_cpu.default)
 _KERNELS = (_ON_CPU, *KERNELS, str(chunked.OPERATOR))
 """Operators that do a whole call of attention. Plans are made for rows of one document; where documents share a row,
 with a mask, or on another GPU, it is another one."""
-_HANDED_OVER = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
+_HANDED_OVER = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
+)
 """Methods that read a tensor's memory without an operator. (``item`` and ``bool`` have one.)"""
 # Operators that read the shape of their argument and nothing of its values
 _SHAPE_ONLY = frozenset(
@@ -153,7 +157,8 @@ class ModuleCall:
             call
             for call in chosen.values()
             if not any(
-                other is not call and other.start <= call.start and call.stop <= other.stop for other in chosen.values()
+                other is not call and other.start <= call.start and call.stop <= other.stop
+                for other in chosen.values()
             )
         ]
 
@@ -290,7 +295,11 @@ class Tracer(TorchDispatchMode):
         )
         self._calls[func] += 1
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, torch.Tensor)
+            ):
                 self._writers.setdefault(_storage(value), set()).add(index)
         for value in outputs:
             if _storage(value) not in memory:
@@ -332,7 +341,8 @@ def _always_runs(function: Any, args: Any, kwargs: Any, outputs: list[torch.Tens
         dropout = args[position] if position < len(args) else kwargs.get("dropout_p", default)
         return bool(dropout != 0.0)  # attention without dropout draws nothing
     return _hands_over(function, args, outputs) or any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in function._schema.arguments
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in function._schema.arguments
     )
 
 
@@ -340,14 +350,18 @@ def _hands_over(function: Any, args: Any, outputs: list[torch.Tensor]) -> bool:
     """Return whether Python sees values of an operator's arguments, or a shape that depends on them."""
     if function is _aten.index.Tensor:  # only masks select a number of elements that depends on values
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    dependent = torch.Tag.dynamic_output_shape in function.tags or torch.Tag.data_dependent_output in function.tags
+    dependent = (
+        torch.Tag.dynamic_output_shape in function.tags or torch.Tag.data_dependent_output in function.tags
+    )
     return not outputs or dependent
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     packet = function.overloadpacket
     if "scaled_dot_product" in packet.__name__ and "attention" in packet.__name__:
-        query, key, value = (each.shape for each in args[:3])  # PyTorch 2.11's own formula refuses shared heads
+        query, key, value = (
+            each.shape for each in args[:3]
+        )  # PyTorch 2.11's own formula refuses shared heads
         return 2.0 * query[:3].numel() * key[2] * (query[3] + value[3])
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -364,7 +378,9 @@ def _has_custom_function(results: Sequence[torch.Tensor]) -> bool:
         if node is not None and node not in seen:
             seen.add(node)
             # Attention within documents saves what it needs in the sight of autograd; earlier keys are saved anyway.
-            is_ours = node.name().startswith(("GeneratedBackwardFor_fuyou_attention_by", chunks.AUTOGRAD_NODE))
+            is_ours = node.name().startswith(
+                ("GeneratedBackwardFor_fuyou_attention_by", chunks.AUTOGRAD_NODE)
+            )
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_ours:
                 return True
             todo.extend(earlier for earlier, _ in node.next_functions)
@@ -408,7 +424,9 @@ class AttentionOf(TorchFunctionMode):
         if taken is SDPBackend.MATH:
             return None
         if taken is SDPBackend.FLASH_ATTENTION and self._device != "cpu":
-            return lambda: _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
+            return lambda: _aten._scaled_dot_product_flash_attention(
+                query, key, value, 0.0, is_causal, scale=scale
+            )[0]
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
@@ -416,5 +434,9 @@ class AttentionOf(TorchFunctionMode):
             kernel = _aten._scaled_dot_product_flash_attention_for_cpu
             return lambda: kernel(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)[0]
         cudnn = taken is SDPBackend.CUDNN_ATTENTION
-        kernel = _aten._scaled_dot_product_cudnn_attention if cudnn else _aten._scaled_dot_product_efficient_attention
+        kernel = (
+            _aten._scaled_dot_product_cudnn_attention
+            if cudnn
+            else _aten._scaled_dot_product_efficient_attention
+        )
         return lambda: kernel(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]

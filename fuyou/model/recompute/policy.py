@@ -33,7 +33,9 @@ MAX_CANDIDATES = 256
 cube of their number. Blocks have some tens; those that loop over tokens in Python (RWKV's) have thousands, none of
 which is worth much."""
 
-_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype], BlockTrace | None]] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[StreamedModel, dict[tuple[int, str, torch.dtype], BlockTrace | None]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class SavableOutput:
     operator: str  # Name of the operator, such as ``aten.addmm.default``
     ordinal: int  # Number of the call among the block's calls of that operator, from 0
     nbytes: int  # Bytes of all outputs
-    saved_flops: float  # FLOPs that a recomputation saves if it is saved with everything before it in the list
+    saved_flops: (
+        float  # FLOPs that a recomputation saves if it is saved with everything before it in the list
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ def savable_outputs(trace: BlockTrace, rows: int = 1) -> list[SavableOutput]:
     # FLOPs of each call, or those that a GPU could do while it moves the call's bytes, if more.
     costs = [max(operator.flops, FLOPS_PER_BYTE * operator.moved_bytes) for operator in trace.operators]
     needed = trace.required()
-    candidates = {index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes}
+    candidates = {
+        index for index in needed if trace.operators[index].savable and trace.operators[index].nbytes
+    }
     if len(candidates) > MAX_CANDIDATES:
         candidates = set()
     given: frozenset[int] = frozenset()
@@ -160,7 +166,9 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
     for name, ordinal in operators:
         index = trace.find(name, ordinal)
         if index is None or not trace.operators[index].savable:
-            raise UserError(f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept.")
+            raise UserError(
+                f"A block of this model has no outputs of {name} (call {ordinal}) that could be kept."
+            )
         indices.append(index)
     nbytes = sum(trace.operators[index].nbytes for index in indices)
     return SavedOutputs(tuple(operators), rows * nbytes, trace.left_out(frozenset(indices)))
@@ -170,7 +178,9 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
 class ActivationPolicy:
     """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
 
-    operators: tuple[tuple[str, int], ...]  # Name and ordinal of each call, as :class:`SavableOutput` has them
+    operators: tuple[
+        tuple[str, int], ...
+    ]  # Name and ordinal of each call, as :class:`SavableOutput` has them
     layers: int  # Number of blocks that save them
 
 
@@ -216,7 +226,9 @@ class ActivationPlanner:
             return SavedOutputs((), 0, 0.0)
         if isinstance(policy, ActivationPolicy):
             return saved_outputs(trace, policy.operators, rows)
-        return saved_outputs(trace, best_fitting(savable_outputs(trace, rows), policy) if policy else (), rows)
+        return saved_outputs(
+            trace, best_fitting(savable_outputs(trace, rows), policy) if policy else (), rows
+        )
 
     def recomputation(self, rows: int, seq_len: int) -> Recomputation:
         """Return how much of a block is computed again, as the schedule needs to know it."""

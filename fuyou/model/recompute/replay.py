@@ -105,7 +105,9 @@ class _ShortCuts:
         operators = trace.operators
         unneeded = [index for index in range(len(operators)) if index not in required | given]
         # Others may run on results that are left out, whose values are arbitrary, unless these are indices.
-        indices = {i for i in unneeded if not all(spec.dtype.is_floating_point for spec in operators[i].outputs)}
+        indices = {
+            i for i in unneeded if not all(spec.dtype.is_floating_point for spec in operators[i].outputs)
+        }
         replaced = {i for i in unneeded if operators[i].flops or i in indices or operators[i].reads & indices}
         return _ShortCuts(required, given | replaced, trace.left_out(given))
 
@@ -210,7 +212,9 @@ class _SaveOutputs(_FollowPlan):
 class _Recompute(_FollowPlan):
     """Follows a plan with gradients enabled, and takes its short cuts."""
 
-    def __init__(self, plan: _ReplayPlan, saved: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None):
+    def __init__(
+        self, plan: _ReplayPlan, saved: Mapping[int, tuple[torch.Tensor, ...]], buffer: torch.Tensor | None
+    ):
         super().__init__(plan)
         self._saved = saved
         self._buffer = buffer

@@ -12,8 +12,12 @@ from common.errors import FinetuneError
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 from fuyou.optimizer.process.start import StartedProcess
 
-PATIENCE_BEATS = 30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
-_UNKILLABLE_SECONDS = 10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
+PATIENCE_BEATS = (
+    30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
+)
+_UNKILLABLE_SECONDS = (
+    10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
+)
 
 
 class OptimizerLink:
@@ -109,7 +113,11 @@ class OptimizerLink:
                     self._on_failure(self._died())
                 return
             if isinstance(message, Failed):
-                text = message.message if message.expected else f"The optimizer process failed:\n{message.message}"
+                text = (
+                    message.message
+                    if message.expected
+                    else f"The optimizer process failed:\n{message.message}"
+                )
                 self._on_failure(FinetuneError(text))
                 return
             try:

@@ -62,7 +62,9 @@ class Setup:
     ring_chunks: int  # Number of chunk buffers: one is read into, one updated, one written from
     shared: SharedRegions
     threads: int
-    resident: list[int] = field(default_factory=list)  # Records whose states stay in memory once they have been read
+    resident: list[int] = field(
+        default_factory=list
+    )  # Records whose states stay in memory once they have been read
     throttle: Throttle | None = None  # Limit of the drives' speed, for experiments; None: as fast as they are
 
 
@@ -82,7 +84,9 @@ class ReadStates:
 
     record: int
     source: int
-    sums: PartSums | None  # Checksums that they must have; None: they are in memory already (resident records only)
+    sums: (
+        PartSums | None
+    )  # Checksums that they must have; None: they are in memory already (resident records only)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ class UpdateRecord:
     gradient: int  # Index of the host buffer with the gradient
     target: int | None  # Slot; None: nothing is written (resident records only)
     update: Update
-    missed: dict[int, int] = field(default_factory=dict)  # Earlier steps without a gradient, by index; 0 if not listed
+    missed: dict[int, int] = field(
+        default_factory=dict
+    )  # Earlier steps without a gradient, by index; 0 if not listed
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,9 @@ class Updated:
     start_time: float
     end_time: float
     adam_intervals: list[tuple[float, float]]  # Times of computing, on :func:`time.monotonic`'s clock
-    absent: tuple[int, ...] = ()  # Indices of parameters of the record that had no gradient, and were left as they were
+    absent: tuple[
+        int, ...
+    ] = ()  # Indices of parameters of the record that had no gradient, and were left as they were
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,11 @@ class EnginePipe:
     def report(self, error: BaseException) -> None:
         """Send the engine the reason why the process ends, if it still listens."""
         expected = isinstance(error, FinetuneError)
-        message = error.as_written if isinstance(error, FinetuneError) else "".join(traceback.format_exception(error))
+        message = (
+            error.as_written
+            if isinstance(error, FinetuneError)
+            else "".join(traceback.format_exception(error))
+        )
         with contextlib.suppress(OSError):
             self.send(Failed(message, expected))
 

@@ -39,7 +39,9 @@ def state_views(memory: ChunkMemory, precision: Precision) -> dict[str, torch.Te
     views = {}
     for component in precision.components:
         nbytes = component.nbytes(count)
-        views[component.name] = memory.buffer.tensor(component.dtype, offset, nbytes // component.dtype.itemsize)
+        views[component.name] = memory.buffer.tensor(
+            component.dtype, offset, nbytes // component.dtype.itemsize
+        )
         offset += nbytes
     return views
 
@@ -97,7 +99,9 @@ class RecordWriter:
         future = self._store.write(extent, states, at, nbytes, write.sums["states"])
         self._wait(write, memory, [future, *self._write_parameters(write, memory.chunk, parameters)])
 
-    def write_first(self, write: WriteBack, chunk: Chunk, low: np.ndarray | None, parameters: np.ndarray) -> None:
+    def write_first(
+        self, write: WriteBack, chunk: Chunk, low: np.ndarray | None, parameters: np.ndarray
+    ) -> None:
         """Start writing one chunk to a new store, with moments of zero: there is nothing to write of them.
 
         Args:

@@ -50,7 +50,13 @@ class BlockBench:
     """
 
     def __init__(
-        self, stack: StreamedModel, layout: ModelLayout, device: Device, rows: int, seq_len: int, head_columns: int
+        self,
+        stack: StreamedModel,
+        layout: ModelLayout,
+        device: Device,
+        rows: int,
+        seq_len: int,
+        head_columns: int,
     ):
         self._stack = stack
         self._layout = layout
@@ -79,7 +85,9 @@ class BlockBench:
         calls = -(-self._whole[1] // self._head_columns)
         seconds = {}
         for name in samples[0]:
-            at_once, times = (self._head_tokens, calls) if "head" in name else (self._whole[0] * self._whole[1], 1)
+            at_once, times = (
+                (self._head_tokens, calls) if "head" in name else (self._whole[0] * self._whole[1], 1)
+            )
             seconds[name] = times * _extrapolated([sample[name] for sample in samples], at_once)
         return {
             **seconds,
@@ -156,7 +164,9 @@ class BlockBench:
             tuple(slot.shape[-2:]) for slot in self._record.parameters if len(slot.shape) > 1
         ).items():
             source = random_values(rows * inputs, self._dtype, self._device.torch_device).view(rows, inputs)
-            weight = random_values(outputs * inputs, self._dtype, self._device.torch_device).view(outputs, inputs)
+            weight = random_values(outputs * inputs, self._dtype, self._device.torch_device).view(
+                outputs, inputs
+            )
             seconds = self.seconds(partial(torch.nn.functional.linear, source, weight))
             flops += times * 2.0 * rows * outputs * inputs
             total += times * seconds
@@ -207,7 +217,9 @@ class BlockBench:
 
         return self.seconds(both), self.seconds(forward)
 
-    def _leaves(self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _leaves(
+        self, record: Record, views: dict[str, torch.Tensor], sums: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         leaves: dict[str, torch.Tensor] = {name: torch.nn.Parameter(view) for name, view in views.items()}
         GradientSum(record, sums).attach(leaves)
         return _named(record, leaves)

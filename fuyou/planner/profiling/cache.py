@@ -36,7 +36,9 @@ class Profile:
     tokens: int  # Tokens in a micro-batch
     # Seconds of one micro-batch, part by part, as in the engine's tasks.
     measured_tokens: int  # Tokens that were run; times are scaled up to a whole micro-batch
-    matmul_flops_per_second: float  # FLOPs per second of matrix products with the shapes of the block's parameters
+    matmul_flops_per_second: (
+        float  # FLOPs per second of matrix products with the shapes of the block's parameters
+    )
     embed_forward_seconds: float
     block_forward_seconds: float
     block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
@@ -44,7 +46,9 @@ class Profile:
     head_seconds: float  # Seconds of forward and backward pass
     head_forward_seconds: float
     embed_backward_seconds: float
-    block_parameters: float  # Parameters of a block that one token uses: of routed experts those that it visits
+    block_parameters: (
+        float  # Parameters of a block that one token uses: of routed experts those that it visits
+    )
     upload_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
     download_bytes_per_second: float
 
@@ -137,7 +141,8 @@ def describe(workload: ProfiledWorkload, device: Device) -> dict[str, Any]:
     config = {
         name: value
         for name, value in workload.config.to_dict().items()
-        if name not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
+        if name
+        not in ("num_hidden_layers", "n_layer", "_name_or_path", "layer_types", "transformers_version")
     }
     shape = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return {

@@ -80,7 +80,9 @@ def measure(workload: ProfiledWorkload, device: Device, *, past_cache: bool = Fa
     )
 
 
-def _parts(stack: StreamedModel, layout: ModelLayout, device: Device, workload: ProfiledWorkload) -> dict[str, Any]:
+def _parts(
+    stack: StreamedModel, layout: ModelLayout, device: Device, workload: ProfiledWorkload
+) -> dict[str, Any]:
     return BlockBench(stack, layout, device, workload.rows, workload.seq_len, workload.head_columns).measure()
 
 
@@ -132,7 +134,9 @@ def measure_drives(directories: Sequence[Path], throttle: Throttle | None, *, pa
             written = transfers[:filled]  # what was never written is read without looking at the drive
             if filled == len(transfers):
                 _, burst = _move(store.write, buffers, cycle(written), DIRECTION_SECONDS)
-            sustained, filled_bytes = _past_cache(store, buffers, burst, throttle) if past_cache else (burst, 0)
+            sustained, filled_bytes = (
+                _past_cache(store, buffers, burst, throttle) if past_cache else (burst, 0)
+            )
             start = time.perf_counter()  # after as much has been written as in a step, not after a pause
             store.sync([_FILE])
             for path in store.directories:
@@ -226,7 +230,9 @@ def open_scratch(directories: Sequence[Path], layout: Layout, throttle: Throttle
 
 # -- the link to the device -------------------------------------------------------------------------------------------
 
-LARGEST_COPY_BYTES = 64 << 20  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
+LARGEST_COPY_BYTES = (
+    64 << 20
+)  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
 _COPIES = 5
 
 
@@ -293,7 +299,9 @@ def measure_updates(chunk_elements: int, precision: Precision, threads: int) -> 
         chunks = []
         for _ in range(max(1, UPDATED_ELEMENTS // chunk_elements)):
             # Zeros may be faster than random values.
-            weights, gradient = (random_values(chunk_elements, precision.dtype, torch.device("cpu")) for _ in range(2))
+            weights, gradient = (
+                random_values(chunk_elements, precision.dtype, torch.device("cpu")) for _ in range(2)
+            )
             low = torch.zeros(chunk_elements, dtype=precision.low_dtype) if precision.split else None
             chunks.append((OptimizerStates.before_training(weights, low, precision.optimizer), gradient))
         for states, gradient in chunks:

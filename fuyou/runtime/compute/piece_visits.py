@@ -57,10 +57,16 @@ class PieceVisits:
         self._blocks = layout.blocks
         self._add_gradient = add_gradient
         self._passes: dict[int, _Pass] = {}  # by micro-batch
-        self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None  # those that all its micro-batches share
+        self._handles: tuple[tuple[int, Phase], PieceHandles] | None = (
+            None  # those that all its micro-batches share
+        )
 
     def begin(
-        self, task: ComputeTask, work: Callable[[], Any], documents: Documents | None, states: tuple[torch.Tensor, ...]
+        self,
+        task: ComputeTask,
+        work: Callable[[], Any],
+        documents: Documents | None,
+        states: tuple[torch.Tensor, ...],
     ) -> None:
         """Prepare the pass that begins with ``task``.
 
@@ -71,7 +77,9 @@ class PieceVisits:
         """
         with self._stack.apart(documents):
             run = PieceRun(work, self._stack.device, states)
-        self._passes[task.micro] = _Pass(run, self._handles_of(known(task.visit.layer), task.visit.phase), documents)
+        self._passes[task.micro] = _Pass(
+            run, self._handles_of(known(task.visit.layer), task.visit.phase), documents
+        )
 
     def _handles_of(self, layer: int, phase: Phase) -> PieceHandles:
         """Return the handles of a block's parameters in a pass, made once for all of its micro-batches."""

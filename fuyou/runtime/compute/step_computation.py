@@ -68,7 +68,9 @@ class StepComputation:
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int | None, int], tuple[torch.Tensor, ...]] = {}
-        self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # where blocks are in pieces
+        self._random_states: dict[
+            tuple[int, int], tuple[torch.Tensor, ...]
+        ] = {}  # where blocks are in pieces
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self.parameters = TaskParameters(stack, self._buffers)
@@ -336,7 +338,9 @@ class StepComputation:
         dim = self._stack.token_dim
         whole = columns == slice(0, hidden.shape[dim])
         inputs = self._micro[micro]
-        batch = {name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")}
+        batch = {
+            name: value[:, columns] for name, value in inputs.items() if name in ("input_ids", "position_ids")
+        }
         part = hidden if whole else hidden.narrow(dim, columns.start, columns.stop - columns.start)
         logits = self._stack.head(batch, part)
         return logits.unsqueeze(1) if self._task_type is TaskType.SEQUENCE_CLASSIFICATION else logits
@@ -373,7 +377,9 @@ class StepComputation:
         return apart(self._buffers.activations[Activation.SAVED].bytes(task.saved, self._plan.saved_bytes))
 
     @contextmanager
-    def _earlier_keys(self, task: ComputeTask, layer: int, calls: BlockCalls, backward: bool = False) -> Iterator[None]:
+    def _earlier_keys(
+        self, task: ComputeTask, layer: int, calls: BlockCalls, backward: bool = False
+    ) -> Iterator[None]:
         """Give a block the keys and values of its row while the context is open, if that passes in chunks."""
         cache = calls.cache
         if cache is None:

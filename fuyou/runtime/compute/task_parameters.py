@@ -46,7 +46,9 @@ class TaskParameters:
         leaves: dict[str, torch.Tensor] = {}
         for record, views in self.views(task, kind):
             trained = record.trained_names
-            parameters = {name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()}
+            parameters = {
+                name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()
+            }
             if trained:
                 if task.first and record.index not in self._sums:
                     self.open_sum(task)
@@ -61,7 +63,9 @@ class TaskParameters:
         record = self._buffers.layout.records[known(task.visit.trained)]
         self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
 
-    def views(self, task: ComputeTask, kind: Kind | None = None) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
+    def views(
+        self, task: ComputeTask, kind: Kind | None = None
+    ) -> Iterator[tuple[Record, dict[str, torch.Tensor]]]:
         """Yield the task's records (of this kind), and their parameters in the device buffers by name."""
         for index, buffer in task.places.items():
             record = self._buffers.layout.records[index]

@@ -70,7 +70,10 @@ class TokenPass:
 def _on_device(
     values: Mapping[str, torch.Tensor], rows: slice, columns: slice, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    return {name: value[rows, columns].flatten(0, 1).to(device, non_blocking=True) for name, value in values.items()}
+    return {
+        name: value[rows, columns].flatten(0, 1).to(device, non_blocking=True)
+        for name, value in values.items()
+    }
 
 
 def _empty(examples: Mapping[str, torch.Tensor], rows: int, positions: int) -> dict[str, torch.Tensor]:

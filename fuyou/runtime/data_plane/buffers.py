@@ -55,7 +55,8 @@ class Buffers:
         self.device = device
         counts = plan.counts
         self.parameters = {
-            kind: DeviceBuffers(device, layout.sizes[kind].device_nbytes, counts.device(kind)) for kind in Kind
+            kind: DeviceBuffers(device, layout.sizes[kind].device_nbytes, counts.device(kind))
+            for kind in Kind
         }
         self.decoded = DeviceBuffers(device, layout.decoded_nbytes, 1)
         """Where a frozen record in fewer bits becomes what computes."""
@@ -69,7 +70,9 @@ class Buffers:
         self.gradients = {
             kind: self.wide[kind]
             if kind in self.wide and counts.device_gradients(kind) == 1
-            else DeviceBuffers(device, layout.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind))
+            else DeviceBuffers(
+                device, layout.sizes[kind].device_gradient_nbytes, counts.device_gradients(kind)
+            )
             for kind in Kind
         }
         self.activation_bytes = {Activation.HIDDEN: plan.activation_bytes, Activation.SAVED: plan.saved_bytes}
@@ -80,7 +83,9 @@ class Buffers:
         }
         self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
-        self._absence_marks: dict[int, AbsenceMarks] = {}  # By index of the record, with a tensor on the device
+        self._absence_marks: dict[
+            int, AbsenceMarks
+        ] = {}  # By index of the record, with a tensor on the device
         self.shared = self._regions()  # Where host parameters and gradients lie in the shared memory file
         with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
@@ -176,6 +181,10 @@ class Buffers:
             for buffer in self._host_buffers:
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            for name in ("activations", "decoded", "key_gradients"):  # gone where an exception ended an earlier call
+            for name in (
+                "activations",
+                "decoded",
+                "key_gradients",
+            ):  # gone where an exception ended an earlier call
                 vars(self).pop(name, None)
             self.device.release()

@@ -129,7 +129,9 @@ class DataPlane:
     def _device_parameters(self, task: Task) -> torch.Tensor:
         """Return this rank's part, ``uint8 [nbytes]``, of the device buffer that a task fills."""
         record = self._record(task)
-        whole = self.buffers.parameters[record.kind].bytes(known(task.target), record.first_byte + task.nbytes)
+        whole = self.buffers.parameters[record.kind].bytes(
+            known(task.target), record.first_byte + task.nbytes
+        )
         return whole[record.first_byte :]
 
     def _record(self, task: Task) -> Record:

@@ -120,7 +120,9 @@ class OptimizerHandlers:
             self._updating[record] = task
         update = self._update_of(task.step)
         missed = self._stored.missed.before(record, task.step)
-        self._link.send(UpdateRecord(record, known(task.source), known(task.gradient), task.target, update, missed))
+        self._link.send(
+            UpdateRecord(record, known(task.source), known(task.gradient), task.target, update, missed)
+        )
         return ELSEWHERE
 
     def _state_write(self, task: Task) -> object | None:

@@ -47,7 +47,9 @@ class RankHandlers:
         It is equal on all nodes, or something is broken; 0 for a single node, whose parameters nobody else has.
         """
         checksum = self._checksums.pop(step, 0)
-        for older in [other for other in list(self._checksums) if other < step]:  # the lane adds to it meanwhile
+        for older in [
+            other for other in list(self._checksums) if other < step
+        ]:  # the lane adds to it meanwhile
             del self._checksums[older]
         return checksum
 
@@ -56,7 +58,9 @@ class RankHandlers:
         flat = self._buffers.parameters[record.kind].bytes(known(task.target), record.device_nbytes)
         filled = [count * record.unit_bytes for count in record.filled_slices]
         self._run(
-            task, self._gather_groups.intra_node, lambda group: gather(flat.view(group.size(), -1), group, filled)
+            task,
+            self._gather_groups.intra_node,
+            lambda group: gather(flat.view(group.size(), -1), group, filled),
         )
 
     def _reduce(self, task: Task) -> None:
@@ -100,7 +104,9 @@ class RankHandlers:
 
     def _gradient(self, task: Task) -> torch.Tensor:
         record = self._buffers.layout.records[known(task.record)]
-        return self._buffers.gradients[record.kind].values(known(task.source), record.numel, record.precision.dtype)
+        return self._buffers.gradients[record.kind].values(
+            known(task.source), record.numel, record.precision.dtype
+        )
 
     def _square(self, task: Task, flat: torch.Tensor) -> None:
         """Add what this rank owns of a gradient to its sum of squares: the norm is that of the sum over all ranks."""
@@ -109,6 +115,8 @@ class RankHandlers:
         squares = sum_of_squares(flat[start : start + share.owned(flat.numel())])
         self._squares.setdefault(task.step, []).append(squares)
 
-    def _run(self, task: Task, group: dist.ProcessGroup | None, work: Callable[[dist.ProcessGroup], None]) -> None:
+    def _run(
+        self, task: Task, group: dist.ProcessGroup | None, work: Callable[[dist.ProcessGroup], None]
+    ) -> None:
         assert group is not None
         self._buffers.device.exchange(task, lambda: work(group))

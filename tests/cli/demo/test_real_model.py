@@ -81,7 +81,9 @@ def test_twenty_steps_are_those_of_a_plain_loop(adapts: bool, checkpoint: Path, 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     ids = [token for record in real_chats() for token in tokens_of(tokenizer, record["messages"])]
     feed, rate = torch.tensor(ids[: 20 * 32]).view(20, 1, 32), 2e-4 if adapts else 1e-5
-    adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
+    adapters = (
+        LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if adapts else None
+    )
     plain = load_in_memory(checkpoint)[0].train()
     if adapters is not None:
         torch.manual_seed(0)
@@ -130,7 +132,9 @@ def judge(checkpoint: Path, adapter: Path | None = None) -> Verdict:
                 prompt = len(tokens_of(tokenizer, record["messages"][:1], add_generation_prompt=True))
                 labels = torch.tensor([-100] * prompt + ids[prompt:])
                 scores = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
-                total += functional.cross_entropy(scores, labels[1:], ignore_index=-100, reduction="sum").item()
+                total += functional.cross_entropy(
+                    scores, labels[1:], ignore_index=-100, reduction="sum"
+                ).item()
                 count += len(ids) - prompt
             losses[name] = total / count
         turns = [[{"role": "user", "content": question}] for question in ASKED]
@@ -138,10 +142,14 @@ def judge(checkpoint: Path, adapter: Path | None = None) -> Verdict:
             turns, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
         )
         new = model.generate(**batch, max_new_tokens=10, do_sample=False)[:, batch["input_ids"].shape[1] :]
-    return Verdict(losses, [" ".join(text.split()) for text in tokenizer.batch_decode(new, skip_special_tokens=True)])
+    return Verdict(
+        losses, [" ".join(text.split()) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    )
 
 
-def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_adapter_merged_resumed_and_nf4_answer_as_taught(
+    model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     taught = write(tmp_path / "taught.jsonl", TAUGHT)
     words = ["--model", str(model), "--data", str(taught), "--lora-rank", "16", "--lr", "2e-3", *PLACE,
              "--batch-size", "2", "--seq-len", "64"]  # fmt: skip
@@ -150,7 +158,10 @@ def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint
     assert main([*words, "--output", str(outputs["whole"]), "--steps", "8", *held_out]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "3"]) == 0
     assert main([*words, "--output", str(outputs["stopped"]), "--steps", "8", "--resume"]) == 0
-    assert main([*words, "--output", str(outputs["nf4"]), "--steps", "8", "--frozen-dtype", "nf4", *held_out]) == 0
+    assert (
+        main([*words, "--output", str(outputs["nf4"]), "--steps", "8", "--frozen-dtype", "nf4", *held_out])
+        == 0
+    )
     export = ["export", "--model", str(model), "--adapter", str(outputs["whole"]), "--dtype", "fp32"]
     assert main([*export, "--output", str(tmp_path / "merged")]) == 0
     losses = losses_of(outputs["whole"])
@@ -160,8 +171,14 @@ def test_adapter_merged_resumed_and_nf4_answer_as_taught(model: Path, checkpoint
     after = {name: judge(checkpoint, output) for name, output in outputs.items()}
     print(before, merged, after)
     lines = (outputs["whole"] / "run/metrics.jsonl").read_text().splitlines()
-    seen = [entry["validation_metrics/loss"] for entry in map(json.loads, lines) if "validation_metrics/loss" in entry]
-    assert [seen[0], seen[-1]] == pytest.approx([before.losses["sums"], after["whole"].losses["sums"]], rel=1e-3)
+    seen = [
+        entry["validation_metrics/loss"]
+        for entry in map(json.loads, lines)
+        if "validation_metrics/loss" in entry
+    ]
+    assert [seen[0], seen[-1]] == pytest.approx(
+        [before.losses["sums"], after["whole"].losses["sums"]], rel=1e-3
+    )
     assert merged.losses == pytest.approx(after["whole"].losses, rel=1e-3)
     assert after["stopped"].losses == pytest.approx(after["whole"].losses, rel=1e-3)
     assert merged.answers == after["whole"].answers == after["stopped"].answers
@@ -202,18 +219,24 @@ def test_preferences_are_learned_as_in_a_plain_loop(model: Path, checkpoint: Pat
     torch.manual_seed(0)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     plain = get_peft_model(load_in_memory(checkpoint)[0], lora)
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=5e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in plain.parameters() if p.requires_grad], lr=5e-4, weight_decay=0.0
+    )
 
     def log_probability(record: dict[str, Any], side: str) -> torch.Tensor:
         turns = chat(record["conversations"][0]["value"], record[side]["value"])["messages"]
         ids = tokens_of(tokenizer, turns)
         prompt = len(tokens_of(tokenizer, turns[:1], add_generation_prompt=True))
-        scores = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+        scores = (
+            plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, prompt - 1 : -1].log_softmax(-1)
+        )
         return scores.gather(1, torch.tensor(ids[prompt:])[:, None]).sum()
 
     expected, reference = [], []
     for step in range(2):
-        margins = torch.stack([log_probability(each, "chosen") - log_probability(each, "rejected") for each in records])
+        margins = torch.stack(
+            [log_probability(each, "chosen") - log_probability(each, "rejected") for each in records]
+        )
         reference = margins.detach() if step == 0 else reference
         loss = -functional.logsigmoid(0.1 * (margins - reference)).mean()
         loss.backward()

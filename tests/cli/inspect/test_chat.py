@@ -27,7 +27,9 @@ def expected(model: Any, tokenizer: Any) -> list[str]:
         with torch.no_grad():
             while ids.shape[1] < prompt + 12 and ids[0, -1] != tokenizer.eos_token_id:
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-        messages.append({"role": "assistant", "content": tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)})
+        messages.append(
+            {"role": "assistant", "content": tokenizer.decode(ids[0, prompt:], skip_special_tokens=True)}
+        )
     return [message["content"] for message in messages[1::2]]
 
 
@@ -98,16 +100,23 @@ def test_says_where_an_answer_is_cut(
         assert done.err.splitlines()[-1].endswith(says) and done.status == (2 if "And" in lines else 0)
 
 
-def test_rejects_what_does_not_fit(finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_what_does_not_fit(
+    finetune: Finetune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat, "memory_available_bytes", lambda: 1000)
     done = finetune("chat", "--model", checkpoint)
     assert done.status == 2 and "1000 B of memory are free: chat needs all of it in memory" in done.err
     assert "preset" in finetune("chat", "--model", "llama-10m").err
 
 
-def test_incomplete_models_and_classifiers_are_rejected(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_incomplete_models_and_classifiers_are_rejected(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
     """Transformers and peft fill in random values, or those before training, and only log it."""
-    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(checkpoint),
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+    )
     names = ("classifier", "lacking", "adapter", "wide", "damaged", "of a classifier", "damaged adapter")
     parts = {name: tmp_path / name for name in names}
     config = AutoConfig.from_pretrained(checkpoint, num_labels=2)
@@ -138,7 +147,10 @@ def test_incomplete_models_and_classifiers_are_rejected(finetune: Finetune, chec
     for words, message in (
         (("--model", parts["damaged"]), "holds a NaN or an infinity, in model.layers.1."),
         (("--model", checkpoint, "--adapter", parts["damaged adapter"]), "holds a NaN or an infinity"),
-        (("--model", checkpoint, "--adapter", parts["of a classifier"]), "holds base_model.model.score.weight, which"),
+        (
+            ("--model", checkpoint, "--adapter", parts["of a classifier"]),
+            "holds base_model.model.score.weight, which",
+        ),
         (("--model", parts["classifier"]), "which writes no text"),
         (("--model", parts["lacking"]), f"lacks {lost}"),
         (("--model", checkpoint, "--adapter", parts["adapter"]), f"lacks {lost_adapter}"),

@@ -63,7 +63,13 @@ def test_the_drive_below_a_volume_on_a_partition(tmp_path: Path) -> None:
     """As /sys has it for a logical volume on the second partition of an NVMe drive."""
     sys, pci = tmp_path / "sys", tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
     drive, volume = pci / "nvme/nvme0/nvme0n1", tmp_path / "sys/devices/virtual/block/dm-3"
-    for folder in (drive / "nvme0n1p2", drive / "queue", volume / "slaves", sys / "dev/block", sys / "class/block"):
+    for folder in (
+        drive / "nvme0n1p2",
+        drive / "queue",
+        volume / "slaves",
+        sys / "dev/block",
+        sys / "class/block",
+    ):
         folder.mkdir(parents=True)
     for file, text in {
         drive / "queue/rotational": "0", drive / "dev": "259:0", drive / "nvme0n1p2/partition": "2",
@@ -96,7 +102,9 @@ def test_a_mount_point_in_any_alphabet(tmp_path: Path) -> None:
     directory.mkdir()
     listed = tmp_path / "mountinfo"
     point = str(directory).replace(" ", "\\040")
-    listed.write_text(f"20 1 0:1 / / rw - ext4 /dev/sda1 rw\n30 20 0:2 / {point} rw - tmpfs  rw\n", encoding="utf-8")
+    listed.write_text(
+        f"20 1 0:1 / / rw - ext4 /dev/sda1 rw\n30 20 0:2 / {point} rw - tmpfs  rw\n", encoding="utf-8"
+    )
     assert drive_of(directory, tmp_path / "sys", listed).file_system == "tmpfs"
 
 
@@ -138,9 +146,13 @@ def test_caches_are_listed_with_their_sizes_and_what_removes_them(
     assert rows["tokens"].startswith("data as tokens, 0")
 
 
-def test_a_machine_without_a_compiler(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler(
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cli.inspect.check.measure_drive", lambda _: None)
-    monkeypatch.setattr("cli.inspect.check.slow_updates", lambda precision: (f"slow in {precision.dtype}", "g++"))
+    monkeypatch.setattr(
+        "cli.inspect.check.slow_updates", lambda precision: (f"slow in {precision.dtype}", "g++")
+    )
     monkeypatch.setattr("cli.inspect.check._drive_rows", lambda _: [])
     monkeypatch.setattr("cli.inspect.check.drive_problems", lambda *_: [])
     outcome = finetune("--check", "--ssd", tmp_path, "--dtype", "bf16")

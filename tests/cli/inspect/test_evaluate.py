@@ -23,7 +23,8 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters that change what the model says, saved by peft."""
     directory = tmp_path_factory.mktemp("adapter")
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
     )
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -45,7 +46,10 @@ def test_the_loss_is_that_of_a_plain_loop(
     done = finetune("evaluate", "--model", checkpoint, "--data", file, "--gpu", "cpu", *FP32, *shape, *words)
     assert done.status == 0, done.err
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
     model = (PeftModel.from_pretrained(model, str(adapter)) if adapted else model).eval()
     total, count = 0.0, 0
     for text in texts:
@@ -53,7 +57,9 @@ def test_the_loss_is_that_of_a_plain_loop(
         with torch.no_grad():
             total += float(model(input_ids=ids, labels=ids).loss) * (ids.numel() - 1)
         count += ids.numel() - 1
-    shown = re.search(r"^eval     loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens$", done.out, re.MULTILINE)
+    shown = re.search(
+        r"^eval     loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens$", done.out, re.MULTILINE
+    )
     assert shown is not None, done.out
     assert float(shown[1]) == pytest.approx(total / count, abs=1e-4)
     assert int(shown[2].replace(",", "")) == count
@@ -67,16 +73,22 @@ def test_lines_about_the_data_are_indented(finetune: Finetune, checkpoint: Path,
     assert done.status == 0 and "\n         prompts: 1 record" in done.out, done.out + done.err
 
 
-def test_a_loss_that_is_not_a_number_is_an_error(finetune: Finetune, own_checkpoint: Path, data: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_an_error(
+    finetune: Finetune, own_checkpoint: Path, data: Path
+) -> None:
     weights = load_file(own_checkpoint / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, own_checkpoint / "model.safetensors", {"format": "pt"})
-    done = finetune("evaluate", "--model", own_checkpoint, "--data", data, "--gpu", "cpu", *FP32, "--seq-len", 64)
+    done = finetune(
+        "evaluate", "--model", own_checkpoint, "--data", data, "--gpu", "cpu", *FP32, "--seq-len", 64
+    )
     check(done, 1, "The loss is nan: a weight of", "is not finite")
     assert "eval  " not in done.out
 
 
-def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_without_a_run(
+    finetune: Finetune, checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
     words = ("export", "--model", checkpoint, "--adapter", adapter, "--output", tmp_path / "merged", *FP32)
     done = finetune(*words)
     assert done.status == 0, done.err
@@ -85,9 +97,13 @@ def test_adapters_are_merged_without_a_run(finetune: Finetune, checkpoint: Path,
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert merged.keys() == wanted.keys()
     assert all(torch.equal(merged[name], wanted[name]) for name in wanted)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one") == AutoTokenizer.from_pretrained(checkpoint)("one")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one") == AutoTokenizer.from_pretrained(
+        checkpoint
+    )("one")
     check(finetune(*words), 2, "holds a checkpoint already", "--overwrite")
-    check(finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights")
+    check(
+        finetune("export", "--model", "llama-10m", "--adapter", adapter, "--output", "x"), 2, "random weights"
+    )
 
 
 @pytest.mark.slow
@@ -102,7 +118,20 @@ def test_merging_into_a_gguf_file_says_the_loss_before_and_after(
     held_out.write_text('{"text": "Held out, again and again."}\n')
     other.write_text('{"text": "Another one, also held out."}\n')
     adapter, place = tmp_path / "adapter", ("--gpu", "cpu")
-    run = ("--lora-rank", 4, "--lr", "1e-2", "--steps", 3, "--batch-size", 2, "--seq-len", 16, "--eval-data", held_out)
+    run = (
+        "--lora-rank",
+        4,
+        "--lr",
+        "1e-2",
+        "--steps",
+        3,
+        "--batch-size",
+        2,
+        "--seq-len",
+        16,
+        "--eval-data",
+        held_out,
+    )
     done = finetune("--model", file, "--data", data, *place, "--dtype", "bf16", *run, "--output", adapter)
     assert done.status == 0, done.err
 
@@ -129,7 +158,9 @@ def test_merging_into_a_gguf_file_says_the_loss_before_and_after(
     assert f"finetune evaluate --model {file} --adapter {adapter} --data FILE; " in unknown
     assert not [path for path in tmp_path.iterdir() if "scratch" in path.name]
     check(
-        finetune("export", "--output", adapter, "--eval-data", other), 2, "Without --adapter, export evaluates nothing"
+        finetune("export", "--output", adapter, "--eval-data", other),
+        2,
+        "Without --adapter, export evaluates nothing",
     )
 
 
@@ -177,8 +208,23 @@ def test_wider_weights_are_rounded_with_a_line(
     assert lines("fp16", "fp32") == [0, 0, 0]
 
 
-def test_the_checkpoint_of_a_run_from_its_output_alone(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
-    run = ("--model", checkpoint, "--gpu", "cpu", "--steps", 1, "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3")
+def test_the_checkpoint_of_a_run_from_its_output_alone(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
+    run = (
+        "--model",
+        checkpoint,
+        "--gpu",
+        "cpu",
+        "--steps",
+        1,
+        "--batch-size",
+        2,
+        "--seq-len",
+        16,
+        "--lr",
+        "1e-3",
+    )
     assert finetune(*run, "--output", tmp_path / "saved").status == 0
     assert finetune(*run, "--output", tmp_path / "kept", "--no-save").status == 0
     done = finetune("export", "--output", tmp_path / "kept")

@@ -39,12 +39,16 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     assert whole.out.count("verify   ") == 1, "one run on two drives"
 
     for place, message in {
-        drives[1]: f"The run in {drives[1]}/fuyou-.* is striped over 2 directories, and number 1 is not among those",
+        drives[
+            1
+        ]: f"The run in {drives[1]}/fuyou-.* is striped over 2 directories, and number 1 is not among those",
         tmp_path: f"There is no run in {tmp_path}. Name what --ssd or --output named",
     }.items():
         wrong = finetune("--verify", place)
         assert wrong.status == 2 and re.search(message, wrong.err), wrong.err
-    copies = [tmp_path / "copy" / drive.name for drive in drives]  # as they lie where several ranks share drives
+    copies = [
+        tmp_path / "copy" / drive.name for drive in drives
+    ]  # as they lie where several ranks share drives
     for drive, copy in zip(drives, copies, strict=True):
         (folder,) = drive.iterdir()
         shutil.copytree(folder, copy / folder.name / "rank-1")
@@ -53,10 +57,15 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     (folder,) = drives[0].iterdir()
     moving = shutil.copytree(folder, successor_folder(folder))
     wrong = finetune("--verify", *drives)
-    assert wrong.status == 2 and f"The run in {folder} was moving to other drives when it was killed" in wrong.err
+    assert (
+        wrong.status == 2
+        and f"The run in {folder} was moving to other drives when it was killed" in wrong.err
+    )
     shutil.rmtree(moving)
 
-    for file in drives[1].glob("*/weights.*"):  # one byte per page in both slots, whichever is the committed one
+    for file in drives[1].glob(
+        "*/weights.*"
+    ):  # one byte per page in both slots, whichever is the committed one
         content = bytearray(file.read_bytes())
         for position in range(0, len(content), 4096):
             content[position] ^= 1
@@ -90,7 +99,9 @@ def test_files_of_the_result_are_compared_with_their_list(
     config.unlink()
     damaged = finetune("verify", output)
     assert damaged.status == 1 and "2 damaged" in damaged.out, damaged.err
-    assert f"{weights} is not what the run wrote there" in damaged.err and f"{config} is missing" in damaged.err
+    assert (
+        f"{weights} is not what the run wrote there" in damaged.err and f"{config} is missing" in damaged.err
+    )
     assert f"finetune export --output {output}" in damaged.err
 
     again = finetune(*line)  # writes the result again: it is not "finished"
@@ -192,10 +203,16 @@ def test_what_a_killed_command_leaves_is_not_all_as_written(
     assert "has neither a run nor a result" in capsys.readouterr().err
 
 
-def test_the_last_step_and_the_store_belong_to_the_run(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_the_last_step_and_the_store_belong_to_the_run(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
     """The last commit lacks the loss of the last step; a store is replaced by a copy of it, or by another run's."""
     line = ("--model", checkpoint, *SMALL, "--output")
-    assert finetune(*line, tmp_path / "out").status == finetune(*line, tmp_path / "other", "--seed", 1).status == 0
+    assert (
+        finetune(*line, tmp_path / "out").status
+        == finetune(*line, tmp_path / "other", "--seed", 1).status
+        == 0
+    )
     assert finetune("verify", tmp_path / "out").status == 0
     for name, (first, *rest) in {
         name: (tmp_path / "out" / name).read_text().splitlines(keepends=True)
@@ -289,4 +306,6 @@ def test_a_damaged_journal_puts_nothing_back(finetune: Finetune, finished: Path)
     (finished / ".replaced/journal.json").write_text("{")
     for words in (("verify", finished), ("--output", finished, "--resume"), ("chat", "--model", finished)):
         refused = finetune(*words)
-        assert refused.status == 2 and "journal.json is damaged, which lists what a killed run" in refused.err, words
+        assert (
+            refused.status == 2 and "journal.json is damaged, which lists what a killed run" in refused.err
+        ), words

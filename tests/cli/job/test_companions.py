@@ -30,7 +30,9 @@ SMALL = ("--batch-size", 1, "--seq-len", 64, "--gpu", "cpu", "--dtype", "fp32")
 def adapter(checkpoint: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config).save_pretrained(
+        tmp_path / "adapter"
+    )
     return tmp_path / "adapter"
 
 
@@ -49,7 +51,9 @@ def companions(checkpoint: Path, adapter: Path) -> tuple[Companions, Any]:
 def test_a_tokenizer_splits_texts_as_its_file_says(tmp_path: Path) -> None:
     written = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|."), "isolated")
-    written.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    written.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     written.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -77,9 +81,15 @@ def test_a_rule_that_transformers_doubts_is_named(
     words = [*pre_tokenizers.ByteLevel.alphabet(), "20", *(f"<{number}>" for number in range(100_000))]
     written = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [("2", "0")]))
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+|\s+|."), "isolated")
-    written.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": version}))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if flag is None else {"fix_mistral_regex": flag})
+    written.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral", "transformers_version": version})
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
+        {} if flag is None else {"fix_mistral_regex": flag}
+    )
     written.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Companions(tmp_path).load_tokenizer(MistralConfig())
@@ -88,21 +98,30 @@ def test_a_rule_that_transformers_doubts_is_named(
 
 
 def test_every_command_takes_the_template_of_an_adapter(
-    finetune: Finetune, checkpoint: Path, adapter: Path, talk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune: Finetune,
+    checkpoint: Path,
+    adapter: Path,
+    talk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ("--model", checkpoint, "--adapter", adapter)
 
     def loss(*more: Any) -> str:
         done = finetune("evaluate", *words, "--data", talk, *SMALL, *more)
         assert done.status == 0, done.err
-        return next(line for line in done.out.splitlines() if line.startswith("eval")).partition(", perplexity")[0]
+        return next(line for line in done.out.splitlines() if line.startswith("eval")).partition(
+            ", perplexity"
+        )[0]
 
     (tmp_path / "other.jinja").write_text(TEMPLATE)
     plain, other = loss(), loss("--chat-template", tmp_path / "other.jinja")
     assert plain != other
     (adapter / "chat_template.jinja").write_text(TEMPLATE)
     assert loss() == other
-    shown = finetune("train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown")
+    shown = finetune(
+        "train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown"
+    )
     assert shown.status == 0 and "<user>What?" in shown.out, shown.err
     outputs = [tmp_path / name for name in ("trained", "merged")]
     trained = finetune("train", *words, "--data", talk, *SMALL, "--steps", 1, "--output", outputs[0])
@@ -163,7 +182,9 @@ def test_every_command_takes_the_tokenizer_of_an_adapter(
     outputs = [tmp_path / name for name in ("trained", "merged")]
 
     def shown() -> str:
-        done = finetune("train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown")
+        done = finetune(
+            "train", *words, "--data", talk, *SMALL, "--show-data", 1, "--output", tmp_path / "shown"
+        )
         assert done.status == 0, done.err
         return done.out
 
@@ -181,7 +202,9 @@ def test_every_command_takes_the_tokenizer_of_an_adapter(
         assert AutoTokenizer.from_pretrained(output).encode(text) == tokenizer.encode(text)
 
 
-def test_what_an_adapter_does_not_have_is_the_model_s(checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+def test_what_an_adapter_does_not_have_is_the_model_s(
+    checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
     plain = AutoTokenizer.from_pretrained(checkpoint)
     both, loaded = companions(checkpoint, adapter)
     assert both.tokenizer == checkpoint and loaded.chat_template == plain.chat_template

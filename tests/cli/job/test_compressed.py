@@ -60,7 +60,9 @@ def test_experts_that_pieces_would_cut_are_wider(finetune: Finetune, tmp_path: P
 
 def test_all_weights_are_written_plain(finetune: Finetune, tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "llama", "int4")
-    outcome = finetune("--model", directory, "--dtype", "bf16", *BATCH, "--steps", 1, "--output", tmp_path / "out")
+    outcome = finetune(
+        "--model", directory, "--dtype", "bf16", *BATCH, "--steps", 1, "--output", tmp_path / "out"
+    )
     assert outcome.status == 0, outcome.err
     said = " ".join(outcome.out.split() + outcome.err.split())
     assert "weights compressed-tensors in the checkpoint, dequantized; written as bf16" in said
@@ -69,5 +71,7 @@ def test_all_weights_are_written_plain(finetune: Finetune, tmp_path: Path) -> No
 
 def test_a_plain_checkpoint_has_no_bytes_to_keep(finetune: Finetune, tmp_path: Path) -> None:
     _, twin = compressed(tmp_path, "llama", "fp8")
-    outcome = finetune("--plan", "--model", twin, "--lora-rank", 4, "--frozen-dtype", "checkpoint", *BATCH, *HARDWARE)
+    outcome = finetune(
+        "--plan", "--model", twin, "--lora-rank", 4, "--frozen-dtype", "checkpoint", *BATCH, *HARDWARE
+    )
     assert outcome.status != 0 and "is not compressed: leave it out" in " ".join(outcome.err.split())

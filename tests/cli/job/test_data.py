@@ -26,7 +26,9 @@ def chats(tmp_path: Path) -> Path:
 
 
 def write(file: Path, *chats: list[dict[str, Any]] | None) -> Path:
-    file.write_text("".join("\n" if chat is None else json.dumps({"messages": chat}) + "\n" for chat in chats))
+    file.write_text(
+        "".join("\n" if chat is None else json.dumps({"messages": chat}) + "\n" for chat in chats)
+    )
     return file
 
 
@@ -34,7 +36,10 @@ def test_long_records_are_cut_or_left_out_and_said(finetune: Finetune, checkpoin
     command = ("--model", checkpoint, "--data", chats, *SMALL)
     cut = finetune(*command, "--output", "cut")
     assert cut.status == 0, cut.err
-    assert f"\n{'':9}cut: 1 record, " in cut.out and f"first {chats}, line 3; longer than a row of 32 tokens" in cut.out
+    assert (
+        f"\n{'':9}cut: 1 record, " in cut.out
+        and f"first {chats}, line 3; longer than a row of 32 tokens" in cut.out
+    )
     assert finetune(*command, "--output", "cut", "--truncate", "--overwrite").out.count("cut: 1 record") == 1
     dropped = finetune(*command, "--output", "dropped", "--drop-long", "--eval-data", chats)
     assert dropped.status == 0, dropped.err
@@ -62,17 +67,26 @@ def test_options_about_data_are_for_runs_with_data(finetune: Finetune, checkpoin
     ("lr", "inf"), ("lr", "nan"), ("lr", "-inf"), ("weight-decay", "inf"), ("beta1", "nan"), ("beta2", "nan"),
     ("eps", "nan"), ("max-grad-norm", "inf"), ("lora-alpha", "nan"), ("epochs", "inf"),
 ])  # fmt: skip
-def test_numbers_that_are_none(finetune: Finetune, checkpoint: Path, tmp_path: Path, option: str, value: str) -> None:
+def test_numbers_that_are_none(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path, option: str, value: str
+) -> None:
     check(finetune("--model", checkpoint, *SMALL, f"--{option}", value), 2, f"--{option}", value)
     (tmp_path / "run.toml").write_text(f"{option} = {value}\n")
-    check(finetune("--config", tmp_path / "run.toml", "--model", checkpoint, *SMALL), 2, f"--{option}", "run.toml")
+    check(
+        finetune("--config", tmp_path / "run.toml", "--model", checkpoint, *SMALL),
+        2,
+        f"--{option}",
+        "run.toml",
+    )
 
 
 def test_a_run_that_has_diverged_exports_nothing(finetune: Finetune, checkpoint: Path, data: Path) -> None:
     command = ("--model", checkpoint, "--data", data, *SMALL, "--output", "out")
     assert finetune(*command).status == 0
     outcome = finetune(*command, "--overwrite", "--lr", "1e39")
-    check(outcome, 1, "Nothing was exported", "holds a NaN or an infinity", "allow_nonfinite=True", "--resume")
+    check(
+        outcome, 1, "Nothing was exported", "holds a NaN or an infinity", "allow_nonfinite=True", "--resume"
+    )
     assert sorted(file.name for file in Path("out").iterdir()) == ["losses.jsonl", "run", "store"]
 
 

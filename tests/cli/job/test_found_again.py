@@ -68,7 +68,9 @@ class Scene:
         if kind == "none":
             return
         (self.output / RUN).mkdir()
-        content = {"id": "x", "calls": [{"steps": 9}]} | (described_stores(self.stores) if kind != "old" else {})
+        content = {"id": "x", "calls": [{"steps": 9}]} | (
+            described_stores(self.stores) if kind != "old" else {}
+        )
         (self.output / RUN / "run.json").write_text(json.dumps(content))
         (self.output / RUN / "config.toml").write_text(self.config)
         (self.output / RUN / "metrics.jsonl").write_text('{"step": 3}\n')
@@ -133,7 +135,9 @@ KINDS = [(True, "none"), (True, "begun"), (True, "ended"), (True, "old"), (False
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(("committed", "record"), KINDS)
-def test_no_committed_step_is_lost(tmp_path: Path, committed: bool, record: str, damage: str, way: str) -> None:
+def test_no_committed_step_is_lost(
+    tmp_path: Path, committed: bool, record: str, damage: str, way: str
+) -> None:
     scene = Scene(tmp_path)
     scene.fill()
     if committed:
@@ -158,11 +162,15 @@ def test_no_committed_step_is_lost(tmp_path: Path, committed: bool, record: str,
         assert refusal and str(lost) in refusal, outcome
         assert "--overwrite" in refusal or "--ssd" in refusal
     elif record == "ended" or (not is_visible and way != "resume"):
-        assert outcome == "begun" or refusal  # a finished run in which nothing is left to lose; or nothing to see
+        assert (
+            outcome == "begun" or refusal
+        )  # a finished run in which nothing is left to lose; or nothing to see
     elif way == "resume":
         assert refusal and str(tmp_path) in refusal, outcome
     elif committed and "second" in damage:
-        assert refusal and str(tmp_path) in refusal and ("mount" in refusal.lower() or way == "plain"), outcome
+        assert refusal and str(tmp_path) in refusal and ("mount" in refusal.lower() or way == "plain"), (
+            outcome
+        )
     elif damage in ("whole", "no manifest"):
         assert outcome == "begun"  # it was never filled, and no step was taken
     else:
@@ -269,7 +277,11 @@ def test_a_run_whose_description_and_commit_are_of_two_times_is_not_finished(
     assert scene.decide(WAYS["auto"]) == "finished"
     note_end(scene.output, ended_after)
     decided = scene.decide(WAYS["auto"])
-    assert decided == "continued" if ended_after < 3 else decided.startswith(f"The result in {scene.output} is that of")
+    assert (
+        decided == "continued"
+        if ended_after < 3
+        else decided.startswith(f"The result in {scene.output} is that of")
+    )
 
 
 @pytest.mark.parametrize("kind", ["store", "commits"])
@@ -303,7 +315,9 @@ def test_a_copy_of_an_output_continues_with_its_own_options(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda file: file.write_text("")])
-def test_a_finished_run_whose_result_is_damaged_is_not_finished(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_a_finished_run_whose_result_is_damaged_is_not_finished(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
     scene = Scene(tmp_path)
     scene.fill()
     scene.commit()

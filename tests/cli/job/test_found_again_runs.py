@@ -16,7 +16,20 @@ from tests.helpers.command.messages import check
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--batch-size", "2", "--seq-len", "32", "--gpu", "cpu", "--steps", "4", "--lr", "1e-2", "--max-grad-norm", "1")
+SMALL = (
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "32",
+    "--gpu",
+    "cpu",
+    "--steps",
+    "4",
+    "--lr",
+    "1e-2",
+    "--max-grad-norm",
+    "1",
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -63,7 +76,9 @@ def test_a_run_killed_while_its_weights_were_written_begins_again(
     assert done.status == 0 and "step 1/4" in done.out, done.err
 
 
-def test_a_commit_is_enough_to_continue(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_a_commit_is_enough_to_continue(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     """As a power cut may leave it: files of ``run/`` are empty, and drives are named, or are the output itself."""
     command = ("--model", checkpoint, "--data", data, *SMALL)
     assert finetune(*command, "--output", tmp_path / "whole").status == 0
@@ -87,12 +102,19 @@ def test_a_finished_run_ends_with_0_and_is_left_alone(
     assert finetune(*line, "--resume", "auto").status == 0
     config = (tmp_path / "out/run/config.toml").read_bytes()
     assert finetune("--output", tmp_path / "out", "--resume", "--lr", "0.5").status == 0
-    assert (tmp_path / "out/run/config.toml").read_bytes() == config, "a rate with which no step was taken is not kept"
+    assert (tmp_path / "out/run/config.toml").read_bytes() == config, (
+        "a rate with which no step was taken is not kept"
+    )
     before = contents(tmp_path / "out")
     again = finetune(*line, "--resume", "auto")
     assert (again.status, again.out) == (0, f"finished after step 4: {tmp_path / 'out'}\n"), again.err
     assert contents(tmp_path / "out") == before
     shutil.rmtree(tmp_path / "out/store")  # "safe to delete unless you will resume"
     assert finetune(*line, "--resume", "auto").status == 0
-    check(finetune(*line, "--steps", "8", "--resume", "auto"), 2, "is finished (step 4)", str(tmp_path / "out/store"))
+    check(
+        finetune(*line, "--steps", "8", "--resume", "auto"),
+        2,
+        "is finished (step 4)",
+        str(tmp_path / "out/store"),
+    )
     check(finetune("--output", tmp_path / "out", "--resume"), 2, "is finished (step 4)", "--overwrite")

@@ -25,7 +25,9 @@ def test_a_run_does_not_continue_with_other_weights(
     words: tuple[object, ...], finetune: Finetune, own_checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
     output, weights = tmp_path / "out", own_checkpoint / "model.safetensors"
-    begun = finetune("--model", own_checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output, *words)
+    begun = finetune(
+        "--model", own_checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output, *words
+    )
     assert begun.status == 0, begun.err
     before = load_file(weights)
     save_file({name: value + 1e-3 for name, value in before.items()}, weights, metadata={"format": "pt"})
@@ -36,13 +38,17 @@ def test_a_run_does_not_continue_with_other_weights(
     assert done.status == 0, done.err
 
 
-def test_adapters_are_used_with_a_warning(finetune: Finetune, own_checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_are_used_with_a_warning(
+    finetune: Finetune, own_checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     adapter, weights = tmp_path / "adapter", own_checkpoint / "model.safetensors"
     command = ("--model", own_checkpoint, "--data", data, *SMALL, "--steps", 1)
     assert finetune(*command, "--lora-rank", 2, "--output", adapter).status == 0
 
     def warnings(name: str) -> list[int]:
-        merged = finetune("export", "--model", own_checkpoint, "--adapter", adapter, "--output", tmp_path / f"{name}-m")
+        merged = finetune(
+            "export", "--model", own_checkpoint, "--adapter", adapter, "--output", tmp_path / f"{name}-m"
+        )
         further = finetune(*command, "--adapter", adapter, "--output", tmp_path / f"{name}-f", "--no-save")
         assert merged.status == further.status == 0, merged.err + further.err
         return [outcome.out.count("are not those that") for outcome in (merged, further)]
@@ -60,7 +66,13 @@ def test_adapters_are_used_with_a_warning(finetune: Finetune, own_checkpoint: Pa
 
 def test_a_directory_without_a_run_is_named(finetune: Finetune, tmp_path: Path) -> None:
     (tmp_path / "tuned-model").mkdir()
-    check(finetune("--output", "tuned-modle", "--resume"), 2, "There is no run in", "Did you mean", "tuned-model")
+    check(
+        finetune("--output", "tuned-modle", "--resume"),
+        2,
+        "There is no run in",
+        "Did you mean",
+        "tuned-model",
+    )
 
 
 def _add_template(model: Path) -> None:
@@ -128,15 +140,29 @@ def test_files_that_change_during_the_run_are_not_written(
     assert (output / "tokenizer_config.json").read_bytes() == before
 
 
-def test_a_changed_template_of_the_answers_is_refused(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_changed_template_of_the_answers_is_refused(
+    finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
     """Where no record of the data uses the part that changed."""
     data, template = tmp_path / "data.jsonl", tmp_path / "template.jinja"
     talk = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a test."}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     text = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     template.write_text(text)
-    line = ("--model", checkpoint, "--data", data, *SMALL, "--output", tmp_path / "out", "--chat-template", template)
+    line = (
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *SMALL,
+        "--output",
+        tmp_path / "out",
+        "--chat-template",
+        template,
+    )
     begun = finetune(*line, "--steps", 1)
     assert begun.status == 0, begun.err
     template.write_text(text + "{% if tools %}{{ tools }}{% endif %}")
-    check(finetune("--output", tmp_path / "out", "--resume", "--steps", 2), 2, "the chat template has changed")
+    check(
+        finetune("--output", tmp_path / "out", "--resume", "--steps", 2), 2, "the chat template has changed"
+    )

@@ -85,7 +85,9 @@ def test_what_is_replaced_while_it_is_read_is_refused(
             patch.setattr(shards, "_read_elements", once(shards._read_elements, change))
         else:
             patch.setattr(SavedAdapter, "read", once(SavedAdapter.read, change))
-        check(finetune(*words), 2, f"{parts[replaced]} was changed or replaced while it was read", "start again")
+        check(
+            finetune(*words), 2, f"{parts[replaced]} was changed or replaced while it was read", "start again"
+        )
     if command in ("train", "export"):
         assert not list((tmp_path / "out").glob("*.safetensors"))
         done = finetune(*words)
@@ -110,7 +112,17 @@ def test_a_language_model_that_gets_a_head(
     monkeypatch.setattr(
         "common.models.checkpoint.random_source.copy_tokenizer_files", lambda *_: exchange(own_checkpoint)
     )
-    line = ("--model", own_checkpoint, "--data", data, "--objective", "classify", *SMALL, "--output", tmp_path / "out")
+    line = (
+        "--model",
+        own_checkpoint,
+        "--data",
+        data,
+        "--objective",
+        "classify",
+        *SMALL,
+        "--output",
+        tmp_path / "out",
+    )
     check(finetune(*line), 2, "was changed or replaced while it was read")
     assert not (tmp_path / "out" / "base").exists()
 
@@ -130,7 +142,18 @@ def test_ranks_do_not_read_what_is_replaced(
     writer = threading.Thread(target=keep_changing)
     writer.start()
     try:
-        line = ("--model", own_checkpoint, "--data", data, *SMALL, "--output", tmp_path / "out", "--nodes", 1, *words)
+        line = (
+            "--model",
+            own_checkpoint,
+            "--data",
+            data,
+            *SMALL,
+            "--output",
+            tmp_path / "out",
+            "--nodes",
+            1,
+            *words,
+        )
         refused = finetune(*line, "--gpus-per-node", 2)
     finally:
         over.set()

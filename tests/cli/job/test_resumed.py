@@ -36,11 +36,21 @@ def test_what_must_not_change_is_compared_before_the_data_are_read(
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{")
     other = ("--data", broken, "--resume")
-    check(finetune(*command, *other, "--lora-rank", 4), 2, "began with no --lora-rank, and now it is --lora-rank 4")
-    check(finetune(*command, *other, "--batch-size", 4), 2, "began with --batch-size 2, and now it is --batch-size 4")
+    check(
+        finetune(*command, *other, "--lora-rank", 4),
+        2,
+        "began with no --lora-rank, and now it is --lora-rank 4",
+    )
+    check(
+        finetune(*command, *other, "--batch-size", 4),
+        2,
+        "began with --batch-size 2, and now it is --batch-size 4",
+    )
     check(finetune(*command, *other), 2, "broken.jsonl, line 1 is not JSON")
     extended = finetune(*command, "--steps", 2, "--resume")
-    assert extended.status == 0 and "extended from 1 step to 2: the learning rate of step 2 is" in extended.out
+    assert (
+        extended.status == 0 and "extended from 1 step to 2: the learning rate of step 2 is" in extended.out
+    )
 
 
 OF_A_RUN = [
@@ -98,7 +108,9 @@ def test_an_option_left_out_has_the_value_of_the_run_and_another_value_is_printe
     assert left_out.params[field.name] == begun and not changes
     assert resumed(*before)[1] == resumed("--config", str(config))[1] == ()
     other, changes = resumed(*after)
-    assert other.params[field.name] not in (begun, None) and " instead of " in changes[0] and len(changes) == 1
+    assert (
+        other.params[field.name] not in (begun, None) and " instead of " in changes[0] and len(changes) == 1
+    )
 
 
 def test_a_run_that_is_continued_by_its_output_alone_is_the_same_run(

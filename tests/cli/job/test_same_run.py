@@ -27,11 +27,15 @@ from fuyou.planner.training_job import job_of_run
 
 
 def job(output: Path = Path("out"), **changes: Any) -> Job:
-    options = {field.name for field in option_fields(Settings)} - {"ssd"}  # a job has the directories themselves
+    options = {field.name for field in option_fields(Settings)} - {
+        "ssd"
+    }  # a job has the directories themselves
     given = {name: changes.pop(name) for name in list(changes) if name in options - {"seq_len"}}
     settings = Settings(model="m", batch_size=4, dtype="bf16", output=output, **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=100)
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=100
+    )
     choice = SimpleNamespace(config=config, checkpoint=None, template=ChatTemplate(None, date.today()))
     model = OpenModel(config, settings.engine.precision, torch.device("cpu"))
     made = Job(
@@ -87,7 +91,9 @@ def test_a_run_with_an_option_that_was_removed() -> None:
     """It never continues silently without what it was doing."""
     run = begun(job())
     run.user_state["run"]["--lora-plus-ratio"] = 16.0
-    with pytest.raises(UserError, match=r"began with --lora-plus-ratio 16.0, which this version does not have"):
+    with pytest.raises(
+        UserError, match=r"began with --lora-plus-ratio 16.0, which this version does not have"
+    ):
         check_same_run(job(), run)
 
 

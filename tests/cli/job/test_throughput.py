@@ -16,7 +16,18 @@ from fuyou import Engine
 from tests.cli.conftest import Finetune, Outcome
 from tests.helpers.accelerator import QueuedDevice
 
-MISSION = ("--gpu", "4090", "--model", "llama-10m", "--seq-len", 32, "--batch-size", 2, "--host-memory", "800MiB")
+MISSION = (
+    "--gpu",
+    "4090",
+    "--model",
+    "llama-10m",
+    "--seq-len",
+    32,
+    "--batch-size",
+    2,
+    "--host-memory",
+    "800MiB",
+)
 CARD = Gpu(0, "GPU-0", "NVIDIA GeForce RTX 4090", 24 << 30)
 
 
@@ -50,7 +61,11 @@ def drives() -> list[Path]:
 
 @pytest.mark.parametrize("is_expanded", [True, False])
 def test_a_preset_measures_throughput(
-    finetune: Finetune, with_4090: QueuedDevice, drives: list[Path], monkeypatch: pytest.MonkeyPatch, is_expanded: bool
+    finetune: Finetune,
+    with_4090: QueuedDevice,
+    drives: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    is_expanded: bool,
 ) -> None:
     counted: list[tuple[int, int]] = []
     close = Engine.close
@@ -71,29 +86,45 @@ def test_a_preset_measures_throughput(
     )
     assert said is not None, first
     created, written = counted[0]
-    assert said.groups() == (format_bytes(created), format_bytes(written // 3), format_bytes(created + written))
+    assert said.groups() == (
+        format_bytes(created),
+        format_bytes(written // 3),
+        format_bytes(created + written),
+    )
     assert any(CARD.name in line for line in lines if line.startswith("machine"))
     assert any("tokens/s" in line for line in lines)
     assert all(list(drive.iterdir()) for drive in drives)
-    assert not list(Path("finetune-output/llama-10m").glob("*.safetensors")), "no checkpoint of random weights"
+    assert not list(Path("finetune-output/llama-10m").glob("*.safetensors")), (
+        "no checkpoint of random weights"
+    )
 
 
-def test_the_number_of_steps_is_small(finetune: Finetune, with_4090: QueuedDevice, drives: list[Path]) -> None:
+def test_the_number_of_steps_is_small(
+    finetune: Finetune, with_4090: QueuedDevice, drives: list[Path]
+) -> None:
     outcome = finetune(*MISSION, "--ssd", *drives, "--save")
     assert outcome.status == 0 and "in 10 steps on random tokens" in outcome.out
     assert list(Path("finetune-output/llama-10m").glob("*.safetensors")), "which --save asks for"
 
 
 def test_elsewhere_it_prints_the_command_of_the_plan(finetune: Finetune, drives: list[Path]) -> None:
-    for ssd, missing in (((drives), ""), (["/mnt/no-nvme*"], "--ssd /mnt/no-nvme*: nothing matches this pattern. ")):
+    for ssd, missing in (
+        ((drives), ""),
+        (["/mnt/no-nvme*"], "--ssd /mnt/no-nvme*: nothing matches this pattern. "),
+    ):
         outcome = finetune(*MISSION, "--ssd", *ssd, "--steps", 2)
         assert outcome.status == 2 and outcome.out == ""
-        said = re.search(r"error: (.*)--gpu 4090: .*\. To plan this run for one: (finetune plan .*)$", outcome.err)
+        said = re.search(
+            r"error: (.*)--gpu 4090: .*\. To plan this run for one: (finetune plan .*)$", outcome.err
+        )
         assert said is not None and said[1] == missing, outcome.err
         command = shlex.split(said[2])[1:]
         assert command[-2:] == ["--ssds", str(len(ssd))] and "--ssd" not in command
         planned = finetune(*command)
-        assert planned.status == 0 and f"NVIDIA GeForce RTX 4090 (24 GiB) with {'2 x ' * (len(ssd) > 1)}" in planned.out
+        assert (
+            planned.status == 0
+            and f"NVIDIA GeForce RTX 4090 (24 GiB) with {'2 x ' * (len(ssd) > 1)}" in planned.out
+        )
 
 
 def test_a_drive_that_is_known_is_planned(
@@ -108,7 +139,10 @@ def test_what_is_wrong_is_one_line(
     finetune: Finetune, with_4090: QueuedDevice, drives: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = finetune(*MISSION, "--ssd", "nothing*")
-    assert outcome.status == 2 and outcome.err == "finetune: error: --ssd nothing*: nothing matches this pattern.\n"
+    assert (
+        outcome.status == 2
+        and outcome.err == "finetune: error: --ssd nothing*: nothing matches this pattern.\n"
+    )
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100 << 20))
     outcome = finetune(*MISSION, "--ssd", *drives)

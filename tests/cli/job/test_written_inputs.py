@@ -42,10 +42,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Finetune], Path]:
+def trained(
+    checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Finetune], Path]:
     """A full run with a checkpoint, which the first test that needs it makes."""
     output = tmp_path_factory.mktemp("trained") / "out"
-    line = ("--model", checkpoint, "--data", data, *SMALL, "--steps", 2, "--save-every", 1, "--output", output)
+    line = (
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *SMALL,
+        "--steps",
+        2,
+        "--save-every",
+        1,
+        "--output",
+        output,
+    )
 
     def make(finetune: Finetune) -> Path:
         if not output.exists():
@@ -57,7 +71,11 @@ def trained(checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "flip": ("model.safetensors", flip, "is not what the run wrote there. To write the result again: finetune export"),
+    "flip": (
+        "model.safetensors",
+        flip,
+        "is not what the run wrote there. To write the result again: finetune export",
+    ),
     "cut": ("model.safetensors", cut, "is not what the run wrote there"),
     "lost": ("model.safetensors", Path.unlink, "is missing"),
     "edited": ("config.json", edit, "is not what the run wrote there"),
@@ -66,7 +84,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda file: file.write_text("{}"),
         "is not from the run that wrote the rest",
     ),
-    "of a checkpoint": ("checkpoints/step-1/model.safetensors", flip, "is not what the run wrote there. To use"),
+    "of a checkpoint": (
+        "checkpoints/step-1/model.safetensors",
+        flip,
+        "is not what the run wrote there. To use",
+    ),
 }
 
 
@@ -90,7 +112,9 @@ def test_changed_weights_and_configurations_are_refused(
         ("evaluate", "--model", model, "--data", data, *SMALL),
         ("train", "--model", model, "--data", data, *SMALL, "--output", tmp_path / "next"),
     ):
-        check(finetune(*line), 2, f"--model {model}: {output / name}", message, "copy them to another directory")
+        check(
+            finetune(*line), 2, f"--model {model}: {output / name}", message, "copy them to another directory"
+        )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for file in model.iterdir():
@@ -113,18 +137,23 @@ def test_an_edited_template_is_mentioned(
     assert edited.status == 0, edited.err
     (warning,) = [line for line in edited.out.splitlines() if line.startswith("warning")]
     assert (
-        f"{output / 'tokenizer_config.json'} is not what the run wrote there; the tokenizer is used as it is" in warning
+        f"{output / 'tokenizer_config.json'} is not what the run wrote there; the tokenizer is used as it is"
+        in warning
     )
     (output / "run/files.json").write_text("{")
     unknown = finetune(*line)
-    assert unknown.status == 0 and "files.json is missing, damaged, or of another run" in unknown.out, unknown.err
+    assert unknown.status == 0 and "files.json is missing, damaged, or of another run" in unknown.out, (
+        unknown.err
+    )
 
 
 def test_a_damaged_adapter_and_a_damaged_merge(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    begun = finetune("--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--lora-rank", 2, "--output", adapter)
+    begun = finetune(
+        "--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--lora-rank", 2, "--output", adapter
+    )
     assert begun.status == 0, begun.err
     export = ("export", "--model", checkpoint, "--adapter", adapter, "--output", merged)
     assert finetune(*export).status == 0
@@ -134,7 +163,12 @@ def test_a_damaged_adapter_and_a_damaged_merge(
     damaged = finetune("verify", merged)
     says = f"finetune export --model {checkpoint} --adapter {adapter} --output {merged}"
     assert damaged.status == 1 and says in damaged.err, damaged.err
-    check(finetune("evaluate", "--model", merged, "--data", data, *SMALL), 2, "is not what finetune export wrote", says)
+    check(
+        finetune("evaluate", "--model", merged, "--data", data, *SMALL),
+        2,
+        "is not what finetune export wrote",
+        says,
+    )
     weights.rename(tmp_path / "aside")
     words = shlex.split(damaged.err.partition(": finetune ")[2].strip().removesuffix("."))
     again = finetune(*words)
@@ -150,4 +184,8 @@ def test_a_damaged_adapter_and_a_damaged_merge(
     }
     for command, rest in more.items():
         refused = finetune(command, "--model", checkpoint, "--adapter", adapter, *rest)
-        check(refused, 2, f"--adapter {adapter}: {adapter}/adapter_model.safetensors is not what the run wrote there")
+        check(
+            refused,
+            2,
+            f"--adapter {adapter}: {adapter}/adapter_model.safetensors is not what the run wrote there",
+        )

@@ -49,7 +49,9 @@ def test_a_short_cut_is_waited_out_and_a_long_one_ends_both_nodes_with_a_message
         launchers = []
         for node, log in enumerate(logs):
             with log.open("w") as file:
-                launchers.append(cluster.start(node, command, environment, stdout=file, stderr=subprocess.STDOUT))
+                launchers.append(
+                    cluster.start(node, command, environment, stdout=file, stderr=subprocess.STDOUT)
+                )
         until(lambda: steps() >= 2, 240)
 
         cluster.set_link(1, False)

@@ -57,19 +57,39 @@ def reference(
 def held_out(output: Path) -> list[tuple[int, float]]:
     """Steps and losses of all evaluations."""
     seen = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["validation_metrics/loss"]) for line in seen if "validation_metrics/loss" in line]
+    return [
+        (line["step"], line["validation_metrics/loss"]) for line in seen if "validation_metrics/loss" in line
+    ]
 
 
 @pytest.mark.slow
 def test_two_ranks_train_as_the_engine_does_and_three_continue(
-    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path, reference: tuple[list[dict[str, Any]], Path]
+    finetune: Finetune,
+    checkpoint: Path,
+    data: Path,
+    tmp_path: Path,
+    reference: tuple[list[dict[str, Any]], Path],
 ) -> None:
     output = tmp_path / "out"
-    command = ("--model", checkpoint, "--data", data, *COMMON, "--eval-data", data, "--output", output, "--nodes", 1)
+    command = (
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *COMMON,
+        "--eval-data",
+        data,
+        "--output",
+        output,
+        "--nodes",
+        1,
+    )
     first = ("--gpus-per-node", 2, "--micro-batch", 1, "--steps", 5, "--no-save")
     done = finetune(*command, *first)
     assert done.status == 0, done.err
-    assert re.search(r"^measuring (.*\n)+strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE)
+    assert re.search(
+        r"^measuring (.*\n)+strategy \S+; the planner expects .* per step$", done.out, re.MULTILINE
+    )
     assert "2 ranks on the CPU in fp32" in done.out and "step 5/5: loss " in done.out
     assert set(metrics(output)["network/sent(GiB)"]) == {0.0}
     phases = (" ...", " so far)")  # of which rank 0 says that they take long
@@ -77,12 +97,24 @@ def test_two_ranks_train_as_the_engine_does_and_three_continue(
     again = finetune(*command, "--gpus-per-node", 2, "--steps", 8)
     assert again.status == 2 and "--resume to continue it" in again.err
     done = finetune(
-        *command, "--gpus-per-node", 3, "--steps", 8, "--resume", "--save", "--strategy", "N/I/G", "--levels", "3,1"
+        *command,
+        "--gpus-per-node",
+        3,
+        "--steps",
+        8,
+        "--resume",
+        "--save",
+        "--strategy",
+        "N/I/G",
+        "--levels",
+        "3,1",
     )
     assert done.status == 0, done.err
     assert "resume   after step 5 of 8" in done.out
     same(history(output), reference[0])
-    assert held_out(output) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in held_out(reference[1])]
+    assert held_out(output) == [
+        (step, pytest.approx(loss, rel=1e-5)) for step, loss in held_out(reference[1])
+    ]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (output, reference[1]))
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
@@ -101,7 +133,19 @@ def test_two_ranks_train_as_the_engine_does_and_three_continue(
 def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
     finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
-    command = ("--model", checkpoint, "--data", data, *COMMON, "--output", tmp_path, "--nodes", 1, "--gpus-per-node", 2)
+    command = (
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *COMMON,
+        "--output",
+        tmp_path,
+        "--nodes",
+        1,
+        "--gpus-per-node",
+        2,
+    )
     assert finetune(*command, *UNMEASURED, "--steps", 1, "--no-save").status == 0
     done = finetune(*command, "--steps", 2, "--no-save", "--resume")
     assert done.status == 0, done.err
@@ -111,7 +155,9 @@ def test_a_run_that_began_without_a_measured_cluster_continues_as_it_was(
 @pytest.mark.real_start  # of ranks: elsewhere here they are forked
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_adapters_are_trained_and_written(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_and_written(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     words = ("--model", checkpoint, "--data", data, *COMMON, "--output", output, "--nodes", 1, "--gpus-per-node", 2,
              "--steps", 2, "--lora-rank", 3, "--lora-targets", "q_proj", "down_proj")  # fmt: skip
@@ -182,7 +228,9 @@ def one_ends_by_its_deadline(pair: Pair, host: bool) -> Node:
     Returns:
         The other one. No process is left of either.
     """
-    family = [child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)]
+    family = [
+        child for node in pair.nodes for child in psutil.Process(node.process.pid).children(recursive=True)
+    ]
     meets = [node.process.pid for node in pair.nodes].index(listener(pair.endpoint))
     stays, leaves = pair.nodes[meets], pair.nodes[1 - meets]
     if host:
@@ -280,7 +328,10 @@ def test_nodes_that_differ_are_reported(
 ) -> None:
     words = ("--model", checkpoint, *COMMON, "--steps", 2, "--output", tmp_path / "out")
     error = refusal(pair, capfd, words, "--eps", "1e-6")
-    assert error.startswith("finetune: error: Rank ") and ": The nodes were not started alike: --eps is 1e-0" in error
+    assert (
+        error.startswith("finetune: error: Rank ")
+        and ": The nodes were not started alike: --eps is 1e-0" in error
+    )
 
 
 @pytest.mark.slow
@@ -306,17 +357,39 @@ def test_unequal_ranks_per_node_are_rejected(
 
 
 def test_a_node_that_never_comes(finetune: Finetune, checkpoint: Path, pair: Pair) -> None:
-    command = ("--model", checkpoint, *COMMON, "--nodes", 2, "--rdzv-endpoint", pair.endpoint, "--node-timeout", 1)
+    command = (
+        "--model",
+        checkpoint,
+        *COMMON,
+        "--nodes",
+        2,
+        "--rdzv-endpoint",
+        pair.endpoint,
+        "--node-timeout",
+        1,
+    )
     outcome = finetune(*command)
     assert outcome.status == 1
-    assert outcome.err.startswith(f"finetune: error: Not all 2 nodes have come to {pair.endpoint} within 1.0 s")
+    assert outcome.err.startswith(
+        f"finetune: error: Not all 2 nodes have come to {pair.endpoint} within 1.0 s"
+    )
     assert outcome.err.count("\n") == 1 and "To continue" not in outcome.err
 
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """The second run would overwrite the first, which every rank refuses as a launcher does."""
-    words = ["--model", checkpoint, "--data", data, *COMMON, *UNMEASURED, "--output", tmp_path / "out", "--no-save"]
+    words = [
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *COMMON,
+        *UNMEASURED,
+        "--output",
+        tmp_path / "out",
+        "--no-save",
+    ]
     for ranks, nodes, status, message in (
         (2, 1, 0, "step 2/2: loss "), (2, 1, 1, "holds a run already"), (1, 2, 1, "give --nodes 1."),
     ):  # fmt: skip
@@ -372,8 +445,14 @@ def test_a_name_that_is_loopback_here_is_no_address_for_others(monkeypatch: pyte
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [here])
     monkeypatch.setattr(cli.launch, "_OUTSIDE", "127.0.0.3")  # has a route everywhere
     monkeypatch.setattr(socket.socket, "getsockname", lambda probe: probe.getpeername())
-    assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="node0")).locate() == ("127.0.0.3", True)
-    assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="127.0.1.1")).locate() == ("127.0.1.1", True)
+    assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="node0")).locate() == (
+        "127.0.0.3",
+        True,
+    )
+    assert find_rendezvous(Settings(model="m", nodes=2, rdzv_endpoint="127.0.1.1")).locate() == (
+        "127.0.1.1",
+        True,
+    )
 
 
 @pytest.mark.parametrize(("options", "environment", "message"), [
@@ -402,7 +481,9 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     (["--nodes", "1", "--gpu", "4090"], "every rank has its own GPU"),
     (["--nodes", "4", "--gpu", "cpu", "--gpus-per-node", "4"], "less than one sequence for each of 16 ranks (4 x 4)"),
 ])  # fmt: skip
-def test_options_that_do_not_go_together(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--model", "llama-10m", "--data", "random", *words]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1

@@ -43,26 +43,35 @@ def test_a_store_listens_at_its_address_alone() -> None:
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):  # another address of this machine
         socket.create_connection(("127.0.0.2", store.port), timeout=10)
-    with pytest.raises(ConnectionError, match=f"cannot listen at 127.0.0.1, port {store.port}: Address already in use"):
+    with pytest.raises(
+        ConnectionError, match=f"cannot listen at 127.0.0.1, port {store.port}: Address already in use"
+    ):
         listening_store("127.0.0.1", store.port, SOON)
 
 
 def test_a_launcher_of_one_node_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
     before = len(psutil.Process().net_connections("all"))
-    handler = rendezvous_handler(RendezvousParameters(sockets.BACKEND, "127.0.0.1:0", "run", 1, 1, local_addr="here"))
+    handler = rendezvous_handler(
+        RendezvousParameters(sockets.BACKEND, "127.0.0.1:0", "run", 1, 1, local_addr="here")
+    )
     assert not handler.is_closed()
     assert len(psutil.Process().net_connections("all")) == before
     assert handler.shutdown()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_ranks_of_our_launcher_share_a_store_at_one_address(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_our_launcher_share_a_store_at_one_address(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What torchrun gives as the address of a single node is this machine's name.
-    for name, value in {"MASTER_ADDR": "127.0.0.1" if nodes > 1 else "a-name", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1" if nodes > 1 else "a-name",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(sockets.LAUNCH, "launch")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
@@ -74,7 +83,9 @@ def test_the_ranks_of_our_launcher_share_a_store_at_one_address(nodes: int, monk
 
 
 def test_gloo_and_nccl_listen_at_the_interface_of_an_address() -> None:
-    (name, *_) = (name for name, held in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in held))
+    (name, *_) = (
+        name for name, held in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in held)
+    )
     assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     assert interface_variables("192.0.2.1") == {}
 
@@ -122,9 +133,13 @@ def test_a_run_of_one_machine_listens_at_loopback_only(
     assert pair.statuses(120) == [130, 130]
     pair.nodes.clear()
 
-    outside = [name for name, held in psutil.net_if_addrs().items() if "127.0.0.1" not in {a.address for a in held}]
+    outside = [
+        name for name, held in psutil.net_if_addrs().items() if "127.0.0.1" not in {a.address for a in held}
+    ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", outside[0] if outside else "lo")
-    pair.nodes.append(Node("alone", tmp_path, *words, "--output", tmp_path / "one", "--nodes", 1, "--gpus-per-node", 2))
+    pair.nodes.append(
+        Node("alone", tmp_path, *words, "--output", tmp_path / "one", "--nodes", 1, "--gpus-per-node", 2)
+    )
     pair.wait_for(r"^step 2/")
     launcher = psutil.Process(pair.nodes[-1].process.pid)
     places = listening(launcher.pid)
@@ -154,7 +169,9 @@ def test_other_machines_reach_nothing_of_a_run_of_one_and_of_several_the_endpoin
     def listeners(node: int) -> set[tuple[str, str]]:
         """Addresses and ports of all listeners in the node's namespace, where nothing else runs."""
         said = cluster.start(node, ["ss", "-Hltn"], {}, stdout=subprocess.PIPE).communicate()[0]
-        return {(where[0], where[2]) for where in (line.split()[3].rpartition(":") for line in said.splitlines())}
+        return {
+            (where[0], where[2]) for where in (line.split()[3].rpartition(":") for line in said.splitlines())
+        }
 
     with netcluster.Cluster(2, "unlimited") as cluster:
         alone = start(0, "alone", "--nodes", 1, "--gpus-per-node", 2)

@@ -86,7 +86,11 @@ def as_text(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         echoes = next((names for kind, names in _ECHOES.items() if isinstance(value, kind)), set())
         return as_text(
-            {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in echoes}
+            {
+                field.name: getattr(value, field.name)
+                for field in dataclasses.fields(value)
+                if field.name not in echoes
+            }
         )
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {as_text(each)}" for name, each in value.items()) + "}"

@@ -26,7 +26,18 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_run_says_what_it_computes_in_and_continues_in_that(
     checkpoint: Path, tmp_path: Path, fastest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ["--model", str(checkpoint), "--data", "random", "--batch-size", "1", "--seq-len", "16", "--gpu", "cpu"]
+    run = [
+        "--model",
+        str(checkpoint),
+        "--data",
+        "random",
+        "--batch-size",
+        "1",
+        "--seq-len",
+        "16",
+        "--gpu",
+        "cpu",
+    ]
     run += ["--no-save", "--schedule", "constant", "--output", str(tmp_path)]
     assert main([*run, "--steps", "1"]) == 0
     assert "computing on the CPU in fp32\n" in capsys.readouterr().out
@@ -40,7 +51,10 @@ def test_a_run_says_what_it_computes_in_and_continues_in_that(
 
 def test_what_is_requested_is_not_decided(fastest: list[str]) -> None:
     for dtype, decided in (("auto", "fp32"), ("bf16", "bf16")):
-        assert job_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").layout.precision.dtype == DTYPES[decided]
+        assert (
+            job_at_hand(Settings(model="gpt2-125m", dtype=dtype), "cpu").layout.precision.dtype
+            == DTYPES[decided]
+        )
 
 
 def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
@@ -55,8 +69,12 @@ def test_a_file_leaves_it_open_and_a_plan_for_other_hardware_takes_bf16(
     assert plans[0] == plans[1] != plans[2]
 
 
-def test_a_run_in_memory_continues_in_what_its_commit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_in_memory_continues_in_what_its_commit_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "commits").mkdir()
     monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.newest", lambda commits: 3)
-    monkeypatch.setattr("fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"})
+    monkeypatch.setattr(
+        "fcdp.checkpoint.ShardedCheckpoints.describe", lambda commits, step: {"--dtype": "bf16"}
+    )
     assert EarlierRun.of(Settings(model="m", nodes=1, output=tmp_path, resume=True)).dtype == "bf16"

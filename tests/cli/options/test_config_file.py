@@ -13,7 +13,9 @@ from cli.options.config_file import effective_config
 
 def parse(*words: object) -> dict[str, Any]:
     got: dict[str, Any] = {}
-    Finetune(lambda name, **options: got.update(options)).main([str(word) for word in words], standalone_mode=False)
+    Finetune(lambda name, **options: got.update(options)).main(
+        [str(word) for word in words], standalone_mode=False
+    )
     got.pop("config")
     return got
 

@@ -109,13 +109,17 @@ _NUMBERS = because(
 _WRITES = because(
     "says what is written or printed, and a plan is of steps alone", "output save save_every keep log_every"
 )
-_CALL = because("is for the call that trains", "resume overwrite export show_data max_hours patience leave_ssd")
+_CALL = because(
+    "is for the call that trains", "resume overwrite export show_data max_hours patience leave_ssd"
+)
 _RECORDS = because(
     "changes which records are taken, and a plan estimates tokens by the size of files",
     "columns max_records chat_template truncate drop_unseen eval_data eval_every",
 )
 _RANKS = because("says how ranks find each other", "rdzv_endpoint node_timeout max_restarts")
-_SAME = because("is what the default comes to here", "dtype=fp32 dtype=bf16 frozen_dtype=plain router_loss=off")
+_SAME = because(
+    "is what the default comes to here", "dtype=fp32 dtype=bf16 frozen_dtype=plain router_loss=off"
+)
 _SAME_SHAPE = because("has the tensors of sft", "objective=pretrain")
 _FITTING = because(
     "changes the micro-batch that fits where memory is short: no more is measured",
@@ -171,7 +175,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_inputs() -> None:
     torch.manual_seed(0)
     for name, layers in (("tiny", 2), ("other-model", 1)):
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
         tokens = {"vocab_size": 384, "max_position_embeddings": 64}
         LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes, **tokens)).save_pretrained(name)
         train_demo_tokenizer(384, Path(name))
@@ -181,13 +190,19 @@ def write_inputs() -> None:
         )
         adapted.save_pretrained(name)
     mixture = {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1, **sizes, **tokens}
-    AutoConfig.for_model("mixtral", architectures=["MixtralForCausalLM"], **mixture).save_pretrained("mixture")
+    AutoConfig.for_model("mixtral", architectures=["MixtralForCausalLM"], **mixture).save_pretrained(
+        "mixture"
+    )
     AutoConfig.for_model("gemma3", **FAMILIES["gemma3"]).save_pretrained("images")
     chats = [[{"role": role, "content": "Hello"} for role in ("system", "user", "assistant")]] * 9
     records: dict[str, list[dict[str, Any]]] = {
-        "data.jsonl": [{"prompt": f"What is {i}?", "completion": f" {i * i}", "body": f"Body {i}"} for i in range(30)],
+        "data.jsonl": [
+            {"prompt": f"What is {i}?", "completion": f" {i * i}", "body": f"Body {i}"} for i in range(30)
+        ],
         "other.jsonl": [{"prompt": f"How is {i}?", "completion": f" {i}", "body": f"{i}"} for i in range(25)],
-        "long.jsonl": [{"prompt": "Count.", "completion": " " + "1 2 3 " * (1 + 40 * (i % 2))} for i in range(9)],
+        "long.jsonl": [
+            {"prompt": "Count.", "completion": " " + "1 2 3 " * (1 + 40 * (i % 2))} for i in range(9)
+        ],
         "pairs.jsonl": [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(9)],
         "classes.jsonl": [{"text": f"Text {i}", "label": "ab"[i % 2]} for i in range(9)],
         "chats.jsonl": [{"messages": chat[1:]} for chat in chats],
@@ -208,7 +223,11 @@ def ways(option: GroupedOption) -> dict[str, list[str]]:
     if option.is_flag:
         return {name: [option.shown]}
     if isinstance(option.type, click.Choice):
-        return {f"{name}={value}": [option.opts[0], value] for value in option.type.choices if value != option.default}
+        return {
+            f"{name}={value}": [option.opts[0], value]
+            for value in option.type.choices
+            if value != option.default
+        }
     return {name: [option.opts[0], *VALUES[name].split()]}
 
 
@@ -236,7 +255,9 @@ def test_every_option_has_an_effect_or_is_refused(
 ) -> None:
     monkeypatch.chdir(folder)
     observer, faults = Observer(monkeypatch, capfd), []
-    options = {option.name or "": option for option in Finetune(lambda name: 0).get_command(None, command).options}
+    options = {
+        option.name or "": option for option in Finetune(lambda name: 0).get_command(None, command).options
+    }
     options = {name: option for name, option in options.items() if name not in _ELSEWHERE}
     never = options.keys() - NEVER.get(command, {}).keys()
     for line in (line for line in LINES if line.split(",")[0] == command):
@@ -252,7 +273,9 @@ def test_every_option_has_an_effect_or_is_refused(
                         plan._replace(text=plan.number(MUST_CHANGE[line, name])) for plan in (before, after)
                     )
                 shown = " ".join([f"{line}:", *start[len(words) :], *added])
-                named = [word for word in (options[name].shown, *start[len(words) :]) if word.startswith("--")]
+                named = [
+                    word for word in (options[name].shown, *start[len(words) :]) if word.startswith("--")
+                ]
                 if after.status and not any(word in after.text for word in named):
                     faults.append(f"{shown} is refused without its name: {after.text}")
                 elif not after.status and after != before:

@@ -90,7 +90,9 @@ def test_a_quoted_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--model", "m", "--resume", "--overwrite"], "give one of them"),
     (["--model", "m", "--ssd", "/nowhere/nvme*"], "nothing matches this pattern"),
 ])  # fmt: skip
-def test_rejects_with_status_2_and_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_with_status_2_and_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -100,8 +102,12 @@ def test_rejects_with_status_2_and_one_line(words: list[str], message: str, caps
 
 
 def help_of(*words: str) -> str:
-    script = f"import sys; from cli.main import main; main({[*words, '--help']}); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    script = (
+        f"import sys; from cli.main import main; main({[*words, '--help']}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "False", "PyTorch takes seconds to import"
     return done.stdout
 
@@ -122,7 +128,9 @@ def test_the_help_of_train_leads_with_what_most_people_need() -> None:
     ]  # fmt: skip
     for heading, after in zip(headings, [*headings[1:], "False"], strict=True):
         assert "\n\n  $ " in text.split(f"\n{heading}\n")[1].split(f"\n{after}\n")[0], heading
-    shown = re.findall(r"^  (--[a-z-]+)", text.split("\nMost used:\n")[1].split("\nModel:\n")[0], re.MULTILINE)
+    shown = re.findall(
+        r"^  (--[a-z-]+)", text.split("\nMost used:\n")[1].split("\nModel:\n")[0], re.MULTILINE
+    )
     assert shown == [spelled(name) for name in MOST_USED] and len(shown) == 10
     assert "--ssd /mnt/nvme* --model gpt3-175b" in text and "--export" not in text
 

@@ -25,16 +25,28 @@ OF_OTHERS = {
 
 def texts() -> Iterator[tuple[str, str]]:
     """Yield every text in the program's sources that is no docstring, with ``x`` for what is put in."""
-    for file in sorted(file for top in ("cli", "fuyou", "fcdp", "common") for file in (ROOT / top).rglob("*.py")):
-        if file.name in ("command.py", "drawing.py"):  # whose examples are below, and whose style has variables
+    for file in sorted(
+        file for top in ("cli", "fuyou", "fcdp", "common") for file in (ROOT / top).rglob("*.py")
+    ):
+        if file.name in (
+            "command.py",
+            "drawing.py",
+        ):  # whose examples are below, and whose style has variables
             continue
         tree = ast.parse(file.read_text())
         parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
-                yield str(file), "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts | docstrings:
+                yield (
+                    str(file),
+                    "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values),
+                )
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node not in parts | docstrings
+            ):
                 yield str(file), node.value
 
 
@@ -42,18 +54,27 @@ def test_options_that_messages_name_exist() -> None:
     options = Finetune(lambda name: 0).options
     known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | OF_OTHERS
     known |= {"--help", "--version", "--no-x", *(f"--{name}" for name in COMMANDS)}
-    known |= {"--single-slot", "--train-experts"}  # the engine's alone, and of stores that earlier versions made
-    named = {(file, word) for file, text in texts() for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+    known |= {
+        "--single-slot",
+        "--train-experts",
+    }  # the engine's alone, and of stores that earlier versions made
+    named = {
+        (file, word) for file, text in texts() for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)
+    }
     assert len(named) > 200
     assert sorted(each for each in named if each[1] not in known) == []
 
 
 def test_commands_in_messages_parse() -> None:
-    commands = {match.group(1) for _, text in texts() for match in COMMAND.finditer(text) if " --" in match.group(1)}
+    commands = {
+        match.group(1) for _, text in texts() for match in COMMAND.finditer(text) if " --" in match.group(1)
+    }
     assert commands >= {" plan --cluster x --model x"}
     for command in commands:
         words = ["2" if word == "N" else word for word in shlex.split(command)]
-        ends = [end for end in range(len(words), 0, -1) if is_understood(words[:end])]  # then a sentence continues
+        ends = [
+            end for end in range(len(words), 0, -1) if is_understood(words[:end])
+        ]  # then a sentence continues
         options = [place for place, word in enumerate(words) if word.startswith("--")]
         assert ends and ends[0] > options[-1], command
 
@@ -88,7 +109,9 @@ def test_examples_of_the_help_parse(line: str) -> None:
 ])  # fmt: skip
 def test_the_command_that_continues_a_run_parses(given: str) -> None:
     words = ("--model", "my model", *shlex.split(given), "--steps", "3")
-    settings = Settings.of_options({**parse_command_line(words).params, "resume": True, "overwrite": False}, words)
+    settings = Settings.of_options(
+        {**parse_command_line(words).params, "resume": True, "overwrite": False}, words
+    )
     _, _, command = settings.how_to_continue.partition("To continue: ")
     program, *continued = shlex.split(command)
     options, before = parse_command_line(continued).params, parse_command_line(words).params

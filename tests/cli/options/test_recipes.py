@@ -43,7 +43,9 @@ def test_it_trains(finetune: Finetune, name: str, checkpoint: Path, tmp_path: Pa
         config.vocab_size = 256
         model = saved(tmp_path / "model", config)
     small = ("--batch-size", 2, "--seq-len", 32, "--steps", 2, "--gpu", "cpu", "--no-save")
-    outcome = finetune("--config", name, "--model", model, "--data", data, *small, "--output", tmp_path / "out")
+    outcome = finetune(
+        "--config", name, "--model", model, "--data", data, *small, "--output", tmp_path / "out"
+    )
     assert outcome.status == 0, outcome.err
     assert "step 2/2" in outcome.out
 
@@ -57,7 +59,9 @@ def test_they_are_listed_and_printed(finetune: Finetune) -> None:
         assert outcome.status == 2 and "Did you mean 'qwen3-8b-lora'?" in outcome.err
 
 
-def test_a_file_of_the_same_name_wins(finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_same_name_wins(
+    finetune: Finetune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("qwen3-8b-lora").write_text('model = "nothing-of-this-name"\n')
     assert "nothing-of-this-name" in finetune("--config", "qwen3-8b-lora", "--data", "random").err

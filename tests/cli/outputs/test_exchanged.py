@@ -26,7 +26,18 @@ def begun(
     """Make a run of two steps in a directory, with an evaluation and a checkpoint after each."""
 
     def make(finetune: Finetune, output: Path, lr: float) -> tuple[Any, ...]:
-        words = ("--model", checkpoint, "--data", data, "--eval-data", data, "--eval-every", 1, "--save-every", 1)
+        words = (
+            "--model",
+            checkpoint,
+            "--data",
+            data,
+            "--eval-data",
+            data,
+            "--eval-every",
+            1,
+            "--save-every",
+            1,
+        )
         line = (*words, *SMALL, "--lr", lr, "--output", output)
         done = finetune(*line, "--steps", 2)
         assert done.status == 0, done.err
@@ -50,7 +61,9 @@ def test_histories_of_another_run_are_named(finetune: Finetune, begun: Begun, tm
     resumed = finetune(*line, "--steps", 3, "--resume")
     assert verified.status == 1 and resumed.status == finished.status == 0, resumed.err
     for name in ("losses.jsonl", "run/metrics.jsonl"):
-        assert f"damaged  {tmp_path / 'out' / name} has other losses than this run" in finished.out, finished.out
+        assert f"damaged  {tmp_path / 'out' / name} has other losses than this run" in finished.out, (
+            finished.out
+        )
         assert f"{tmp_path / 'out' / name} has other losses than this run." in verified.err, verified.err
         assert f"changed  {name} has other losses than this run for steps 1 to 2" in resumed.out, resumed.out
     again = finetune(*line, "--steps", 4, "--resume")
@@ -62,16 +75,22 @@ def test_edited_evaluations_do_not_count(finetune: Finetune, begun: Begun, tmp_p
     line = begun(finetune, tmp_path / "out", 1e-2)
     metrics = tmp_path / "out/run/metrics.jsonl"
     lines = [json.loads(text) for text in metrics.read_text().splitlines()]
-    edited = [each | {EVALUATION: 0.1} if EVALUATION in each and each["step"] == 1 else each for each in lines]
+    edited = [
+        each | {EVALUATION: 0.1} if EVALUATION in each and each["step"] == 1 else each for each in lines
+    ]
     metrics.write_text("".join(json.dumps(each) + "\n" for each in edited))
     resumed = finetune(*line, "--steps", 3, "--resume")
-    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, resumed.err
+    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, (
+        resumed.err
+    )
     best = json.loads((tmp_path / "out/checkpoints/best/evaluation.json").read_text())
     assert best["step"] == 3 and best["loss"] < min(each[EVALUATION] for each in lines if EVALUATION in each)
 
 
 @pytest.mark.slow
-def test_the_newest_evaluation_does_not_count_if_it_is_edited(finetune: Finetune, begun: Begun, tmp_path: Path) -> None:
+def test_the_newest_evaluation_does_not_count_if_it_is_edited(
+    finetune: Finetune, begun: Begun, tmp_path: Path
+) -> None:
     """No commit holds it: it is made after that of its step."""
     line = begun(finetune, tmp_path / "out", 1e-2)
     metrics, best = tmp_path / "out/run/metrics.jsonl", tmp_path / "out/checkpoints/best/evaluation.json"
@@ -79,18 +98,25 @@ def test_the_newest_evaluation_does_not_count_if_it_is_edited(finetune: Finetune
     newest = json.loads(before.splitlines()[-1])
     assert newest["step"] == 2 and EVALUATION in newest
     metrics.write_text(before.replace(json.dumps(newest), json.dumps(newest | {EVALUATION: 0.1})))
-    verified, finished = finetune("verify", tmp_path / "out"), finetune(*line, "--steps", 2, "--resume", "auto")
+    verified, finished = (
+        finetune("verify", tmp_path / "out"),
+        finetune(*line, "--steps", 2, "--resume", "auto"),
+    )
     named = f"{metrics} has another evaluation of step 2 than this run"
     assert verified.status == 1 and named in verified.err, verified.err
     assert finished.status == 0 and f"damaged  {named}" in finished.out, finished.out
     resumed = finetune(*line, "--steps", 3, "--resume")
-    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, resumed.err
+    assert resumed.status == 0 and "changed  run/metrics.jsonl has other evaluations" in resumed.out, (
+        resumed.err
+    )
     assert json.loads(best.read_text())["step"] == 3
     assert finetune("verify", tmp_path / "out").status == 0, "it was evaluated again"
 
 
 @pytest.mark.slow
-def test_the_list_of_another_run_does_not_count(finetune: Finetune, begun: Begun, data: Path, tmp_path: Path) -> None:
+def test_the_list_of_another_run_does_not_count(
+    finetune: Finetune, begun: Begun, data: Path, tmp_path: Path
+) -> None:
     """Nor its weights with it."""
     output, line = tmp_path / "out", begun(finetune, tmp_path / "out", 1e-3)
     begun(finetune, tmp_path / "other", 1e-2)
@@ -108,7 +134,9 @@ def test_the_list_of_another_run_does_not_count(finetune: Finetune, begun: Begun
         assert "files.json is missing, damaged, or of another run" in evaluated.out, evaluated.out
     shutil.rmtree(output / "run")
     verified = finetune("verify", output)
-    assert verified.status == 1 and f"{output} holds model.safetensors, and without" in verified.err, verified.err
+    assert verified.status == 1 and f"{output} holds model.safetensors, and without" in verified.err, (
+        verified.err
+    )
 
 
 @pytest.mark.slow
@@ -119,7 +147,9 @@ def test_a_finished_run_names_damaged_checkpoints(finetune: Finetune, begun: Beg
     weights.write_bytes(weights.read_bytes()[:-1])
     (tmp_path / "out/losses.jsonl").unlink()
     finished = finetune(*line, "--steps", 2, "--resume", "auto")
-    assert finished.status == 0 and f"damaged  {weights} is not what the run wrote" in finished.out, finished.out
+    assert finished.status == 0 and f"damaged  {weights} is not what the run wrote" in finished.out, (
+        finished.out
+    )
     assert f"{tmp_path / 'out/checkpoints/best'}" in finished.out
     assert f"gap      {tmp_path / 'out/losses.jsonl'} is missing" in finished.out
     assert f"gap      {tmp_path / 'out/losses.jsonl'} is missing" in finetune("verify", tmp_path / "out").out
@@ -218,4 +248,6 @@ def test_a_result_of_an_earlier_step_is_named(finetune: Finetune, begun: Begun, 
     line = begun(finetune, tmp_path / "out", 1e-3)
     assert "kept " not in finetune(*line, "--steps", 3, "--resume").out
     resumed = finetune(*line, "--steps", 4, "--resume", "--no-save")
-    assert f"kept     the result of an earlier step in {tmp_path / 'out'}: finetune export" in resumed.out, resumed.err
+    assert f"kept     the result of an earlier step in {tmp_path / 'out'}: finetune export" in resumed.out, (
+        resumed.err
+    )

@@ -80,7 +80,13 @@ def test_damaged_files_of_transformers_and_peft_are_named(
     model = AutoModelForCausalLM.from_pretrained(own_checkpoint)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
     words = ("evaluate", "--model", own_checkpoint, "--adapter", adapter, "--data", data, "--seq-len", 16)
-    files = ("config.json", "model.safetensors", "tokenizer.json", "adapter_config.json", "adapter_model.safetensors")
+    files = (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    )
     for name in files:
         file = (adapter if name.startswith("adapter_") else own_checkpoint) / name
         content = file.read_bytes()
@@ -89,7 +95,9 @@ def test_damaged_files_of_transformers_and_peft_are_named(
         refused = finetune(*words, "--gpu", "cpu")
         assert refused.status in (1, 2) and str(file.parent) in refused.err, refused.err
         what = "copy there the tokenizer files" if name == "tokenizer.json" else name
-        assert what in refused.err and "--debug" not in refused.err and refused.err.count("\n") == 1, refused.err
+        assert what in refused.err and "--debug" not in refused.err and refused.err.count("\n") == 1, (
+            refused.err
+        )
         file.write_bytes(content)
 
 

@@ -55,7 +55,13 @@ def earlier(tmp_path: Path) -> Path:
         (directory / "losses.jsonl").write_text("{}")
         write(outputs, STEP_2, adapter_config__json="2", weights="2")
         write(outputs, BASE, config__json="base")
-        write(outputs, RESULT, adapter_config__json="4", adapter_model__safetensors="4", chat_template__jinja="4")
+        write(
+            outputs,
+            RESULT,
+            adapter_config__json="4",
+            adapter_model__safetensors="4",
+            chat_template__jinja="4",
+        )
     return directory
 
 
@@ -129,7 +135,9 @@ def test_a_run_killed_at_any_moment_before_its_first_commit_is_undone(
     raise AssertionError("more calls than expected")
 
 
-@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", f"{STEP_2}/weights", "checkpoints/best/notes"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "chat_template.jinja", f"{STEP_2}/weights", "checkpoints/best/notes"]
+)
 def test_what_is_not_listed_or_changed_is_in_the_way_and_stays(name: str, earlier: Path) -> None:
     Outputs.read(earlier).check(**ANY)
     with pytest.raises(UserError, match=r"holds adapters already.*--overwrite.*--resume"):
@@ -138,7 +146,10 @@ def test_what_is_not_listed_or_changed_is_in_the_way_and_stays(name: str, earlie
     (earlier / name).write_text("mine, and longer")
     with pytest.raises(UserError, match="which no run has written there, or which changed since"):
         Outputs.read(earlier).check(**ANY)
-    with contextlib.suppress(UserError), claim(settings_of(earlier)) as outputs:  # which looks at the result only
+    with (
+        contextlib.suppress(UserError),
+        claim(settings_of(earlier)) as outputs,
+    ):  # which looks at the result only
         outputs.begin()
     assert (earlier / name).read_text() == "mine, and longer"
 
@@ -160,7 +171,9 @@ def test_only_listed_checkpoints_are_rotated_and_taken_for_whole(earlier: Path) 
 
 
 @pytest.mark.parametrize("is_listed_as_before", [False, True])
-def test_a_link_is_what_it_was_while_its_target_is(is_listed_as_before: bool, earlier: Path, tmp_path: Path) -> None:
+def test_a_link_is_what_it_was_while_its_target_is(
+    is_listed_as_before: bool, earlier: Path, tmp_path: Path
+) -> None:
     """The weights of a classifier's ``base/``; earlier versions had no hash of them."""
     target, other = tmp_path / "weights.safetensors", tmp_path / "another.safetensor"
     target.write_text("weights")
@@ -300,11 +313,23 @@ def test_a_command_that_is_refused_costs_nothing(
     check(finetune("--model", step, *again, "--keep", 1), 2, f"--model {step} lies in --output")
     check(finetune("export", "--model", checkpoint, "--adapter", step, "--output", step), 2, "is --adapter")
     drive = ("--model", checkpoint, *again, "--ssd", step)
-    check(finetune(*drive), 2, f"--ssd {step} lies in --output {tmp_path / 'out'}, where the run writes and removes")
+    check(
+        finetune(*drive),
+        2,
+        f"--ssd {step} lies in --output {tmp_path / 'out'}, where the run writes and removes",
+    )
     drive = ("--model", checkpoint, *small, "--output", tmp_path / "other", "--ssd", checkpoint)
-    check(finetune(*drive, "--data", data), 2, f"--ssd {checkpoint} is --model {checkpoint}, which is to be read")
+    check(
+        finetune(*drive, "--data", data),
+        2,
+        f"--ssd {checkpoint} is --model {checkpoint}, which is to be read",
+    )
     inner = ("--model", checkpoint, "--data", data, *small, "--output", tmp_path / "out/checkpoints/mine")
-    check(finetune(*inner), 2, f"lies in {tmp_path / 'out/checkpoints'}, where the run of {tmp_path / 'out'} writes")
+    check(
+        finetune(*inner),
+        2,
+        f"lies in {tmp_path / 'out/checkpoints'}, where the run of {tmp_path / 'out'} writes",
+    )
     check(finetune("export", "--output", tmp_path / "out", "--overwrite"), 2, "leave --overwrite out")
     check(finetune("export", "--output", step), 2, f"in the output of one. Give --output {tmp_path / 'out'}.")
     moved = ("--output", tmp_path / "out", "--resume", "--model", tmp_path / "gone")
@@ -332,7 +357,9 @@ def test_of_a_run_without_a_list_only_known_names_are_replaced(earlier: Path) ->
         assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("files", [{"config.json": 5}, {"config.json": [5]}, {"config.json": ["a", 1, ""]}, [1], None])
+@pytest.mark.parametrize(
+    "files", [{"config.json": 5}, {"config.json": [5]}, {"config.json": ["a", 1, ""]}, [1], None]
+)
 @pytest.mark.parametrize("description", [None, "damaged"])
 def test_without_its_list_a_run_owns_no_file(files: Any, description: str | None, earlier: Path) -> None:
     """The list is damaged, or, for None, gone; then what is the user's is not known."""
@@ -369,7 +396,13 @@ def test_files_that_changed_are_named_when_they_are_replaced_or_kept(
     with claim(settings_of(earlier, resume=True)) as outputs:
         for file in ("adapter_config.json", "checkpoints/step-2/weights"):
             (earlier / file).write_text("edited by the user")
-        write(outputs, RESULT, adapter_config__json="5", adapter_model__safetensors="5", chat_template__jinja="5")
+        write(
+            outputs,
+            RESULT,
+            adapter_config__json="5",
+            adapter_model__safetensors="5",
+            chat_template__jinja="5",
+        )
         assert "replaced adapter_config.json: changed since" in capsys.readouterr().out
         outputs.remove(STEP_2)
         assert "kept     checkpoints/step-2/weights: changed since" in capsys.readouterr().out
@@ -392,14 +425,24 @@ def test_a_copy_without_times_is_continued_by_content(nbytes: int, earlier: Path
 
 
 def test_only_incomplete_folders_of_a_run_are_removed(earlier: Path) -> None:
-    names = ["base", "base.old", "checkpoints/best", "checkpoints/best.old", STEP_2, f"{STEP_2}.old", ".export"]
+    names = [
+        "base",
+        "base.old",
+        "checkpoints/best",
+        "checkpoints/best.old",
+        STEP_2,
+        f"{STEP_2}.old",
+        ".export",
+    ]
     mine = {"checkpoints/step-", "checkpoints/step-x", "checkpoints/base", "mine", "best", "step-3"}
     mine |= {f"{name}-mine" for name in names}
     for name in [*names, *mine]:
         (earlier / f"{name}.partial").mkdir()
     with claim(settings_of(earlier, resume=True)):
         pass
-    left = {path.relative_to(earlier).as_posix().removesuffix(".partial") for path in earlier.rglob("*.partial")}
+    left = {
+        path.relative_to(earlier).as_posix().removesuffix(".partial") for path in earlier.rglob("*.partial")
+    }
     assert left == mine
 
 

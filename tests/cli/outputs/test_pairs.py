@@ -66,7 +66,11 @@ def content(output: Path) -> dict[str, Any]:
         for path in sorted(output.rglob("*"))
         if path.is_file() and path.relative_to(output).parts[0] not in ("store", "run")
     }
-    lines = (output / "run/metrics.jsonl").read_text().splitlines() if (output / "run/metrics.jsonl").exists() else []
+    lines = (
+        (output / "run/metrics.jsonl").read_text().splitlines()
+        if (output / "run/metrics.jsonl").exists()
+        else []
+    )
     return found | {
         "names": sorted(
             path.relative_to(output).as_posix()
@@ -100,7 +104,9 @@ def loss(kind: str, output: Path, base: Path) -> float:
     total, count = 0.0, 0
     for record in PAIRS if kind == "reward" else TEXTS:
         if kind == "reward":
-            better, worse = (logits(record["prompt"] + record[side], True)[1] for side in ("chosen", "rejected"))
+            better, worse = (
+                logits(record["prompt"] + record[side], True)[1] for side in ("chosen", "rejected")
+            )
             total, count = total - float(torch.nn.functional.logsigmoid(better - worse)), count + 1
         elif kind == "classify":
             label = torch.tensor(model.config.label2id[record["label"]])
@@ -110,7 +116,9 @@ def loss(kind: str, output: Path, base: Path) -> float:
             )
         else:
             ids, out = logits(record["text"], True)
-            total += float(torch.nn.functional.cross_entropy(out[:-1], torch.tensor(ids[1:]), reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(out[:-1], torch.tensor(ids[1:]), reduction="sum")
+            )
             count += len(ids) - 1
     return total / count
 

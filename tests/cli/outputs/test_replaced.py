@@ -117,7 +117,9 @@ def test_what_was_set_aside_comes_back_also_where_the_output_was_moved(scene: Sc
 
 @pytest.mark.parametrize("name", ["run", "store", "checkpoints", "base", ".replaced", "commits"])
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_link_into_another_output_is_refused(scene: Scene, tmp_path: Path, name: str, resumes: bool) -> None:
+def test_a_link_into_another_output_is_refused(
+    scene: Scene, tmp_path: Path, name: str, resumes: bool
+) -> None:
     """Its run would be changed; one to another drive changes none."""
     scene.begin(scene.settings())
     (scene.output / name).mkdir(exist_ok=True)
@@ -126,7 +128,9 @@ def test_a_link_into_another_output_is_refused(scene: Scene, tmp_path: Path, nam
         path.mkdir()
     (other / name).symlink_to(scene.output / name)
     settings = scene.settings(output=other, resume=resumes, overwrite=not resumes)
-    refused = pytest.raises(UserError, match=rf"other/{name} lies in {scene.output / name}, .* give another --output")
+    refused = pytest.raises(
+        UserError, match=rf"other/{name} lies in {scene.output / name}, .* give another --output"
+    )
     with refused, claim(settings):
         pass
     (other / name).unlink()
@@ -135,7 +139,9 @@ def test_a_link_into_another_output_is_refused(scene: Scene, tmp_path: Path, nam
         pass
 
 
-def test_the_store_of_a_copied_output_is_named_and_stays(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_store_of_a_copied_output_is_named_and_stays(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = scene.settings(**_drives(scene))
     scene.begin(settings)
     copy = shutil.copytree(scene.output, scene.output.with_name("copy"))
@@ -205,7 +211,9 @@ def test_copies_of_an_output_do_not_share_a_store(
     assert finetune(*line, "--output", output, "--resume", "--steps", 5).status == 0
     for words in (("--resume", "--steps", 8), ("--resume", "auto", "--steps", 8)):
         refused = finetune(*line, "--output", copy, *words)
-        check(refused, 2, f"was continued to step 5 in {output}", f"--output {output}", "is a copy", "at step 2")
+        check(
+            refused, 2, f"was continued to step 5 in {output}", f"--output {output}", "is a copy", "at step 2"
+        )
     moved = output.rename(output.with_name("elsewhere"))
     done = finetune(*line, "--output", copy, "--resume", "--steps", 8)
     assert done.status == 0, done.err

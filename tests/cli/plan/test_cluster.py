@@ -31,7 +31,17 @@ def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.C
     assert result["choice"] in result["strategies"]
     assert result["choice"]["fits"]
     by_name = {strategy["name"]: strategy for strategy in result["strategies"]}
-    assert {"ddp", "zero1", "zero2", "zero3", "mics", "zero++", "fcdp", "paro-iig", "amsp-7b"} <= by_name.keys()
+    assert {
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "mics",
+        "zero++",
+        "fcdp",
+        "paro-iig",
+        "amsp-7b",
+    } <= by_name.keys()
     workload = Workload.of_model(load_config("llama-7b")[0], seq_len=1024)
     cluster = load_cluster("a800-hdr")
     for name in ("zero3", "fcdp", "4x1/4x1/I"):
@@ -41,7 +51,9 @@ def test_json_has_what_is_promised_and_is_what_the_planner_says(capsys: pytest.C
     assert by_name["zero3"]["p"] == [8, 128]
 
 
-def test_table_has_the_fastest_strategies_all_names_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_the_fastest_strategies_all_names_and_the_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*A800, "--nodes", "2", "--batch-size", "64", "--seq-len", "2048", "--lora-rank", "16"]
     result = planned(capsys, *words)
     assert main(words) == 0
@@ -49,7 +61,9 @@ def test_table_has_the_fastest_strategies_all_names_and_the_choice(capsys: pytes
     assert "4 micro-batches of 1 x 2048 tokens" in out
     fitting = [strategy["name"] for strategy in result["strategies"] if strategy["fits"]]
     shown = [name for rank, name in enumerate(fitting) if rank < 20 or name in PRESETS]
-    assert [line.split()[0] for line in out.split("strategy ")[1].split("\n\n")[0].splitlines()[1:-1]] == shown
+    assert [
+        line.split()[0] for line in out.split("strategy ")[1].split("\n\n")[0].splitlines()[1:-1]
+    ] == shown
     assert f"\nand {len(fitting) - len(shown)} more without a name, which --json lists\n" in out
     assert f"choice: {result['choice']['name']}, " in out
     zero3 = next(strategy for strategy in result["strategies"] if strategy["name"] == "zero3")
@@ -70,7 +84,15 @@ def test_order_of_nodes_under_leaf_switches(capsys: pytest.CaptureFixture[str], 
         "[[level]]\nsize = 4\ngb_per_s_per_node = 100\nlatency_us = 10\n"
     )
     (tmp_path / "mine.toml").write_text(preset)
-    words = ["--plan", "--cluster", str(tmp_path / "mine.toml"), "--model", "llama-7b", "--strategy", "8x1/8x1/8x2"]
+    words = [
+        "--plan",
+        "--cluster",
+        str(tmp_path / "mine.toml"),
+        "--model",
+        "llama-7b",
+        "--strategy",
+        "8x1/8x1/8x2",
+    ]
     assert planned(capsys, *words)["node_order"] == [0, 2, 1, 3]
     assert main(words) == 0
     assert "2 of 2 groups of 2 stay under one leaf switch: 0 2 1 3" in capsys.readouterr().out

@@ -73,7 +73,9 @@ def test_adapters_on_routed_experts(finetune: Finetune, mixture: tuple[Path, str
     assert without["alternatives"] == [], "which has no adapters there"
 
 
-def test_of_a_saved_configuration_no_option_takes_them_away(finetune: Finetune, mixture: tuple[Path, str]) -> None:
+def test_of_a_saved_configuration_no_option_takes_them_away(
+    finetune: Finetune, mixture: tuple[Path, str]
+) -> None:
     model, _ = mixture
     LoraConfig(r=4, target_modules="all-linear").save_pretrained("rank-4")
     out = finetune("plan", *HARDWARE, "--model", model, "--seq-len", 32, "--peft-config", "rank-4").out

@@ -56,7 +56,9 @@ def test_memory_that_is_not_given_is_assumed_and_not_this_machines(finetune: Fin
 
 def test_one_memory_of_host_and_gpu_is_counted_once(finetune: Finetune, tmp_path: Path) -> None:
     gpu = tmp_path / "unified.toml"
-    gpu.write_text('name = "a GPU"\nmemory = "128GiB"\nlink_gb_per_s = 100\nbf16_tflops = 100\nunified = true\n')
+    gpu.write_text(
+        'name = "a GPU"\nmemory = "128GiB"\nlink_gb_per_s = 100\nbf16_tflops = 100\nunified = true\n'
+    )
     hardware = ("plan", "--gpu", gpu, "--drive", "p5510", "--model", "llama-10m")
     text = " ".join(finetune(*hardware, "--host-memory", "100GiB").out.split())
     assert " of 50 GiB" in text.partition("device ")[2].partition(" host ")[0]
@@ -93,6 +95,19 @@ def test_mistakes(finetune: Finetune, words: tuple[object, ...], message: str) -
 
 
 def test_a_reference_before_training_passes_through_pieces(finetune: Finetune) -> None:
-    words = ("--plan", *SERVER, "--model", "llama-10m", "--lora-rank", 4, "--objective", "dpo", "--piece-size", "1MiB")
+    words = (
+        "--plan",
+        *SERVER,
+        "--model",
+        "llama-10m",
+        "--lora-rank",
+        4,
+        "--objective",
+        "dpo",
+        "--piece-size",
+        "1MiB",
+    )
     outcome = finetune(*words)
-    assert outcome.status == 0 and "passes forward once before the first step" in " ".join(outcome.out.split())
+    assert outcome.status == 0 and "passes forward once before the first step" in " ".join(
+        outcome.out.split()
+    )

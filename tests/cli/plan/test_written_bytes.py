@@ -49,7 +49,12 @@ def test_a_run_writes_what_is_planned(
 ) -> None:
     """As the store counts them from one commit to the next."""
     written = count_written(monkeypatch, commit_every)
-    words = [*LINE.format(checkpoint=checkpoint).split(), "--commit-every", str(commit_every), *options.split()]
+    words = [
+        *LINE.format(checkpoint=checkpoint).split(),
+        "--commit-every",
+        str(commit_every),
+        *options.split(),
+    ]
     planned = planned_bytes(finetune, words)
     done = finetune(*words, "--steps", 2 * commit_every, "--no-save")
     assert done.status == 0, done.err

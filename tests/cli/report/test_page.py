@@ -49,7 +49,11 @@ def entries(count: int) -> list[dict[str, Any]]:
         if number % 100 == 0:
             loss = 3 - number / 1000
             lines.append(
-                {"step": number, "validation_metrics/loss": loss, "validation_metrics/perplexity": math.exp(loss)}
+                {
+                    "step": number,
+                    "validation_metrics/loss": loss,
+                    "validation_metrics/perplexity": math.exp(loss),
+                }
             )
     return lines
 

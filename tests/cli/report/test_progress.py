@@ -22,7 +22,9 @@ BEGAN = Heartbeat.began
 """Which other tests here do without."""
 
 
-def test_a_line_has_the_time_that_is_left_which_a_slow_step_does_not_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_the_time_that_is_left_which_a_slow_step_does_not_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     progress = Progress(total=100_000)
     for step, seconds in ((1, 2.0), (2, 2.0), (3, 900.0)):  # a checkpoint was saved
         progress.show(step, seconds, "loss 12.3457")
@@ -38,7 +40,9 @@ def test_lines_now_and_then(every: int, shown: list[int], capsys: pytest.Capture
         progress.show(step, 2.0, "")
     progress.say("eval at step 5")
     *steps, last = capsys.readouterr().out.splitlines()
-    assert [int(line.split("/")[0].removeprefix("step ")) for line in steps] == shown and last == "eval at step 5"
+    assert [
+        int(line.split("/")[0].removeprefix("step ")) for line in steps
+    ] == shown and last == "eval at step 5"
 
 
 def test_a_terminal_has_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +104,9 @@ def test_in_a_terminal(columns: int, tmp_path: Path) -> None:
     train = drawn_lines(columns, *words, "--steps", "3", "--output", str(tmp_path / "out"))
     steps = [line for line in train if " step " in line]
     assert "step 3/3" in steps[-1] and all(len(line) <= columns for line in steps)
-    assert not any(" step " in line or "writing" in line for line in train if line.startswith(("loss", "time", "rate")))
+    assert not any(
+        " step " in line or "writing" in line for line in train if line.startswith(("loss", "time", "rate"))
+    )
 
 
 def test_activities_are_inside_each_other() -> None:

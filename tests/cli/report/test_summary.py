@@ -49,7 +49,9 @@ def test_a_line_has_what_people_look_at_and_metrics_have_torchtitans_names() -> 
 def test_a_full_file_system_is_reported_with_the_file(tmp_path: Path) -> None:
     with contextlib.closing(History(tmp_path / "losses.jsonl", 0)) as history:
         before, history._file = history._file, Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
-        with pytest.raises(StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"):
+        with pytest.raises(
+            StoreError, match=f"writing of losses.jsonl in {tmp_path} failed: No space left on device"
+        ):
             history.append(1, {"loss": 0.5})
         history._file = before
 

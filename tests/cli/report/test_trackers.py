@@ -48,14 +48,18 @@ class NotingInFolder(Noting):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("wandb", "tensorboard") or find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name in ("wandb", "tensorboard") or find(name)
+    )
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Noting)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", NotingInFolder)
     Noting.told.clear()
     return Noting.told
 
 
-def test_each_gets_every_step_until_it_fails(finetune: Finetune, told: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_each_gets_every_step_until_it_fails(
+    finetune: Finetune, told: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
     output = tmp_path / "out"
     outcome = finetune(*RUN, "--output", output, "--log-to", "wandb", "tensorboard")
     assert outcome.status == 0, outcome.err
@@ -66,8 +70,13 @@ def test_each_gets_every_step_until_it_fails(finetune: Finetune, told: list[tupl
     run = json.loads((output / "run/run.json").read_text())["id"]
     given = by_name["wandb"][0][1]
     assert (given["run_name"], given["name"], given["id"]) == ("finetune", f"out-{run[:8]}", run)
-    assert by_name["tensorboard"][0][1] == {"run_name": f"out-{run[:8]}", "logging_dir": f"{output}/run/trackers"}
-    assert by_name["wandb"][1][1]["batch_size"] == 1 and by_name["wandb"][1][1]["log_to"] == "wandb tensorboard"
+    assert by_name["tensorboard"][0][1] == {
+        "run_name": f"out-{run[:8]}",
+        "logging_dir": f"{output}/run/trackers",
+    }
+    assert (
+        by_name["wandb"][1][1]["batch_size"] == 1 and by_name["wandb"][1][1]["log_to"] == "wandb tensorboard"
+    )
     second = json.loads((output / "run/metrics.jsonl").read_text().splitlines()[1])
     assert by_name["wandb"][3][1] == {name: value for name, value in second.items() if name != "step"}
 
@@ -81,7 +90,10 @@ def test_one_that_cannot_start_is_a_message(
     monkeypatch.setattr(Noting, "__init__", fail)
     outcome = finetune(*RUN, "--output", tmp_path / "out", "--log-to", "wandb")
     assert outcome.status == 2
-    assert "--log-to wandb cannot start: PermissionError: not logged in. Fix that, or leave wandb out" in outcome.err
+    assert (
+        "--log-to wandb cannot start: PermissionError: not logged in. Fix that, or leave wandb out"
+        in outcome.err
+    )
 
 
 def test_a_package_that_is_not_installed(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,9 @@ def test_a_merge_into_other_weights_than_those_of_training(stored: str | None) -
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-def test_adapters_are_trained_further(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_further(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     """What the first run ended with, the second begins with; it continues with the same adapters only."""
     first, second = tmp_path / "first", tmp_path / "second"
     command = ("--model", checkpoint, "--data", data, "--eval-data", data, *COMMON)
@@ -84,8 +86,12 @@ def test_a_run_of_an_earlier_version_keeps_the_targets_that_were_its_default(
     command = ("--model", mixture, "--data", data, *COMMON, "--lora-rank", 2, "--output", output, "--no-save")
     with monkeypatch.context() as earlier:
         fixed = resumed.fixed_options
-        earlier.setattr("cli.job.resolve.fixed_options", lambda settings: {**fixed(settings), "--lora-targets": []})
-        earlier.setattr(resumed, "plain_options", lambda text: re.sub(r"lora-targets = .*\n", "", plain_options(text)))
+        earlier.setattr(
+            "cli.job.resolve.fixed_options", lambda settings: {**fixed(settings), "--lora-targets": []}
+        )
+        earlier.setattr(
+            resumed, "plain_options", lambda text: re.sub(r"lora-targets = .*\n", "", plain_options(text))
+        )
         done = finetune(*command, "--steps", 1, "--lora-targets", "all-linear")
         assert done.status == 0, done.err
     for line in (command, ("--output", output)):
@@ -95,4 +101,6 @@ def test_a_run_of_an_earlier_version_keeps_the_targets_that_were_its_default(
     check(finetune(*command, "--steps", 2, "--resume", "--lora-targets", "q_proj"), 2, "--lora-targets")
     done = finetune(*command, "--steps", 1, "--overwrite")
     assert done.status == 0, done.err
-    assert "on k_proj, o_proj, q_proj, v_proj (--lora-targets all-linear adapts routed experts, too)" in done.out
+    assert (
+        "on k_proj, o_proj, q_proj, v_proj (--lora-targets all-linear adapts routed experts, too)" in done.out
+    )

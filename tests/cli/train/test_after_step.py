@@ -50,7 +50,12 @@ class Scene:
         (folder / "config.json").write_text(f"call {self.call}")
 
     def run(
-        self, steps: range, committed: int, losses: dict[int, float] | None = None, ends: bool = False, **options: Any
+        self,
+        steps: range,
+        committed: int,
+        losses: dict[int, float] | None = None,
+        ends: bool = False,
+        **options: Any,
     ) -> str:
         """Do what is due after ``steps``, where the first is the one to resume from; return why the run has ended.
 
@@ -113,7 +118,14 @@ def test_checkpoints_of_steps_that_were_not_committed_and_are_not_due_again_are_
     scene.run(range(9), committed=4, losses=losses)
     assert scene.calls() == {**dict.fromkeys(["step-2", "step-4", "step-6", "step-8", "best"], "1")}
     scene.run(range(4, 6), committed=4, save_every=5, eval_every=9, losses=losses)
-    assert scene.calls() == {"step-2": "1", "step-4": "1", "step-5": "2", "step-6": "1", "step-8": "1", "best": "1"}
+    assert scene.calls() == {
+        "step-2": "1",
+        "step-4": "1",
+        "step-5": "2",
+        "step-6": "1",
+        "step-8": "1",
+        "best": "1",
+    }
     scene.run(range(4, 8), committed=4, save_every=3, eval_every=9, losses=losses)
     assert scene.calls() == {"step-2": "1", "step-4": "1", "step-6": "3", "step-8": "1", "best": "1"}
     scene.run(range(4, 8), committed=4, save_every=None, ends=True, losses={**losses, 7: 9.0})
@@ -206,7 +218,8 @@ def results(output: Path) -> dict[str, object]:
     metrics = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
     timed = ("throughput", "tflops", "time_metrics", "memory", "ssd")
     found["metrics"] = [
-        {name: value for name, value in entry.items() if not any(part in name for part in timed)} for entry in metrics
+        {name: value for name, value in entry.items() if not any(part in name for part in timed)}
+        for entry in metrics
     ]
     found["names"] = sorted(str(path.relative_to(output)) for path in output.rglob("*"))
     return {name: value.replace(output.name.encode(), b"RUN") if isinstance(value, bytes) else value
@@ -259,7 +272,10 @@ def test_the_runs_that_are_killed_have_everything(whole: tuple[list[str], dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "place"), CASES, indirect=["whole"], ids=str)
 def test_a_run_killed_anywhere_leaves_what_one_does_that_was_not(
-    place: tuple[Any, str, int], whole: tuple[list[str], dict[str, object]], finetune: Finetune, tmp_path: Path
+    place: tuple[Any, str, int],
+    whole: tuple[list[str], dict[str, object]],
+    finetune: Finetune,
+    tmp_path: Path,
 ) -> None:
     words, expected = whole
     output = tmp_path / "killed"
@@ -278,7 +294,18 @@ def test_a_run_saves_ends_early_and_its_checkpoint_is_that_of_a_shorter_run(
 ) -> None:
     command = ("--model", checkpoint, "--data", data, *SMALL)
     long, short = tmp_path / "long", tmp_path / "short"
-    watched = ("--eval-split", "10%", "--eval-every", "1", "--patience", "1", "--save-every", "2", "--keep", "1")
+    watched = (
+        "--eval-split",
+        "10%",
+        "--eval-every",
+        "1",
+        "--patience",
+        "1",
+        "--save-every",
+        "2",
+        "--keep",
+        "1",
+    )
     done = finetune(*command, *watched, "--lr", "1e-3", "--steps", 4, "--output", long)
     assert done.status == 0, done.err
     assert sorted(path.name for path in (long / "checkpoints").glob("step-*")) == ["step-2"]
@@ -293,7 +320,9 @@ def test_a_run_saves_ends_early_and_its_checkpoint_is_that_of_a_shorter_run(
     assert len(history(tmp_path / "early")) < 10 and (tmp_path / "early/config.json").exists()
 
 
-def test_a_time_limit_ends_a_run_in_order(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_a_time_limit_ends_a_run_in_order(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     command = ("--model", checkpoint, "--data", data, *SMALL, "--steps", 4, "--output", tmp_path / "out")
     ended = finetune(*command, "--max-hours", "0.00001")
     assert ended.status == 0, ended.err

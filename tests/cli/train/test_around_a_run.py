@@ -32,7 +32,9 @@ class Done(NamedTuple):
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("held-out") / "held-out.jsonl"
-    file.write_text("".join(json.dumps({"text": f"Number {i} of the rest. " * (i % 5 + 1)}) + "\n" for i in range(23)))
+    file.write_text(
+        "".join(json.dumps({"text": f"Number {i} of the rest. " * (i % 5 + 1)}) + "\n" for i in range(23))
+    )
     return file
 
 
@@ -91,13 +93,20 @@ def test_the_run_directory(done: Done) -> None:
     assert len(description["id"]) == 32
     first, second = description["calls"]
     assert (first["after_step"], first["steps"], second["after_step"], second["steps"]) == (0, 3, 3, 5)
-    assert second["command"].startswith("finetune --model ") and second["command"].endswith("--steps 5 --resume --save")
-    assert torch.__version__.startswith(second["versions"]["torch"]) and second["versions"]["Python"].startswith("3.")
+    assert second["command"].startswith("finetune --model ") and second["command"].endswith(
+        "--steps 5 --resume --save"
+    )
+    assert torch.__version__.startswith(second["versions"]["torch"]) and second["versions"][
+        "Python"
+    ].startswith("3.")
     assert second["plan"]["counts"]["device_blocks"] > 0 and second["parameters"] == first["parameters"]
     steps = [line for line in lines(done.output / "run/metrics.jsonl") if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     for line, learned in zip(steps, lines(done.output / "losses.jsonl"), strict=True):
-        assert line["loss_metrics/global_avg_loss"] == learned["loss"] and line["grad_norm"] == learned["grad_norm"]
+        assert (
+            line["loss_metrics/global_avg_loss"] == learned["loss"]
+            and line["grad_norm"] == learned["grad_norm"]
+        )
         assert line["n_tokens_seen"] == line["step"] * 4 * 32
         assert line["throughput(tps)"] == pytest.approx(128 / line["time_metrics/end_to_end(s)"])
         assert line["memory/host(GiB)"] >= 0  # beyond what this process had before

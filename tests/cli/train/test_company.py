@@ -30,7 +30,10 @@ from tests.helpers.command.histories import history
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
 WORDS = ["the", "module", "provides", "a", "function", "that", "returns", "the", "number", "of", "rows"]
-TEXTS = [" ".join(WORDS[(i + n) % len(WORDS)] for n in range(length)) for i, length in enumerate((3, 9, 14, 5, 12, 7))]
+TEXTS = [
+    " ".join(WORDS[(i + n) % len(WORDS)] for n in range(length))
+    for i, length in enumerate((3, 9, 14, 5, 12, 7))
+]
 PAIRS = [{"prompt": f"{i} is", "chosen": f" {text}.", "rejected": " not."} for i, text in enumerate(TEXTS)]
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -112,7 +115,9 @@ def written(folder: Path, records: list[Any]) -> Path:
 
 def rows(checkpoint: Path, file: Path, seq_len: int, folder: Path) -> int:
     """Return the number of rows into which the documents are packed."""
-    data = open_data(DataConfig((str(file),), seq_len, 1), AutoTokenizer.from_pretrained(checkpoint), folder / "cache")
+    data = open_data(
+        DataConfig((str(file),), seq_len, 1), AutoTokenizer.from_pretrained(checkpoint), folder / "cache"
+    )
     assert "cut" not in data.description
     return data.rows
 
@@ -131,7 +136,9 @@ def test_a_mixture_with_a_router_loss(rope: str, finetune: Finetune, tmp_path: P
         size = rows(checkpoint, file, seq_len, tmp_path)
         results.append(case.run("--seq-len", seq_len, "--batch-size", size, *options))
     for result in results:
-        assert (result[0][0], result[1][0], result[2][0]) == pytest.approx((loss, norm, cross_entropy), rel=2e-5)
+        assert (result[0][0], result[1][0], result[2][0]) == pytest.approx(
+            (loss, norm, cross_entropy), rel=2e-5
+        )
         assert_same(result, results[0])
 
 
@@ -142,11 +149,15 @@ OBJECTIVES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=SLOW) for name in ("reward", "classify"))])
+@pytest.mark.parametrize(
+    "objective", ["dpo", *(pytest.param(name, marks=SLOW) for name in ("reward", "classify"))]
+)
 def test_every_objective(objective: str, finetune: Finetune, tmp_path: Path) -> None:
     config = mixture("longrope")
     if objective in ("reward", "classify"):
-        config = LlamaConfig(**{**SIZES, "max_position_embeddings": 512}, rope_parameters=config.rope_parameters)
+        config = LlamaConfig(
+            **{**SIZES, "max_position_embeddings": 512}, rope_parameters=config.rope_parameters
+        )
     checkpoint = small_checkpoint(tmp_path / "model", config)
     file = written(tmp_path / "data", OBJECTIVES[objective])
     case = Case(finetune, checkpoint, tmp_path, "--data", file, "--eval-data", file, "--objective", objective)
@@ -164,7 +175,9 @@ def test_every_objective(objective: str, finetune: Finetune, tmp_path: Path) -> 
 FIXED = -30.0  # log-probability of every answer under the reference
 
 
-def evaluated(engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path, config: DataConfig) -> float:
+def evaluated(
+    engine: fuyou.Engine, checkpoint: Path, objective: str, file: Path, config: DataConfig
+) -> float:
     """Return the loss of all records as the command evaluates it."""
     tokenizer, cache = AutoTokenizer.from_pretrained(checkpoint), file.parent / "cache"
     if objective == "sft":

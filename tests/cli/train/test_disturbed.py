@@ -48,7 +48,9 @@ def disturbed(
     return run
 
 
-@pytest.mark.parametrize("names", [["run/run.json"], ["run"], ["run/config.toml", "run/files.json", "losses.jsonl"]])
+@pytest.mark.parametrize(
+    "names", [["run/run.json"], ["run"], ["run/config.toml", "run/files.json", "losses.jsonl"]]
+)
 def test_what_describes_a_run_is_written_again(
     disturbed: Callable[..., Outcome], names: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,18 +73,27 @@ def test_what_describes_a_run_is_written_again(
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_an_output_that_is_moved_ends_the_run(
-    disturbed: Callable[..., Outcome], finetune: Finetune, checkpoint: Path, tmp_path: Path, is_elsewhere: bool
+    disturbed: Callable[..., Outcome],
+    finetune: Finetune,
+    checkpoint: Path,
+    tmp_path: Path,
+    is_elsewhere: bool,
 ) -> None:
     output, moved, drive = tmp_path / "out", tmp_path / "moved", tmp_path / "drive"
     drive.mkdir()
     words = ("--ssd", drive) if is_elsewhere else ()
     ended = disturbed(lambda output: output.rename(moved), *words)
     assert ended.status == 2 and ended.err.count("finetune: error") == 1, ended.err
-    assert f"{output} was moved to {moved} during the run. Move it back: mv {moved} {output}. To con" in ended.err
+    assert (
+        f"{output} was moved to {moved} during the run. Move it back: mv {moved} {output}. To con"
+        in ended.err
+    )
     assert not output.exists()
     moved.rename(output)
     continued = finetune("--output", output, "--resume", *words)
-    assert continued.status == 0 and len((output / "losses.jsonl").read_text().splitlines()) == 3, continued.err
+    assert continued.status == 0 and len((output / "losses.jsonl").read_text().splitlines()) == 3, (
+        continued.err
+    )
 
 
 def test_an_output_that_is_replaced_ends_the_run(disturbed: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -103,7 +114,9 @@ def test_an_output_that_is_removed_ends_the_run(
     (tmp_path / "drive").mkdir()
     ended = disturbed(shutil.rmtree, *(("--ssd", tmp_path / "drive") if is_elsewhere else ()))
     what = "To continue: finetune" if is_elsewhere else "enter the command again, without --resume."
-    assert ended.status == 2 and f"{tmp_path}/out was removed during the run" in ended.err and what in ended.err
+    assert (
+        ended.status == 2 and f"{tmp_path}/out was removed during the run" in ended.err and what in ended.err
+    )
     assert ended.err.count("\n") == 1 and not (tmp_path / "out").exists(), ended.err
 
 
@@ -131,7 +144,9 @@ def test_other_ranks_hold_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyP
     job, store = SimpleNamespace(outputs=Outputs.read(output)), SimpleNamespace(check=lambda names: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(ranks, "resolve", lambda settings, is_restart: job)
-    settings: Any = SimpleNamespace(command="train", ssd=(), output_directory=output, how_to_continue="To continue: x")
+    settings: Any = SimpleNamespace(
+        command="train", ssd=(), output_directory=output, how_to_continue="To continue: x"
+    )
     rank: Any = SimpleNamespace(is_rank0=False, restarted=False, node=0)
     with contextlib.ExitStack() as stack:
         ranks._prepare(settings, rank, store, stack)  # type: ignore[arg-type]
@@ -151,11 +166,15 @@ def test_a_file_system_that_is_mounted_over_the_output_is_named(
     output, other = tmp_path / "out", tmp_path / "other"
     output.mkdir()
     other.mkdir()
-    settings: Any = SimpleNamespace(command="train", ssd=(), output_directory=output, how_to_continue="To continue: x")
+    settings: Any = SimpleNamespace(
+        command="train", ssd=(), output_directory=output, how_to_continue="To continue: x"
+    )
     outputs, before = Outputs.read(output), os.stat
     with outputs.held(settings):
         monkeypatch.setattr(os, "stat", lambda path, **how: before(other if path == output else path, **how))
-        with pytest.raises(UserError, match=rf"^{output} is another directory now than .* is mounted.*To continue: x"):
+        with pytest.raises(
+            UserError, match=rf"^{output} is another directory now than .* is mounted.*To continue: x"
+        ):
             outputs.check_in_place()
 
 
@@ -194,5 +213,7 @@ def test_a_clock_that_is_set_during_a_run_does_not_end_it(
 ) -> None:
     days, real = iter(range(10**6)), time.time
     monkeypatch.setattr("time.time", lambda: real() + 86400.0 * next(days))
-    done = finetune("--model", checkpoint, *SMALL, "--output", tmp_path / "out", "--no-save", "--max-hours", 1)
+    done = finetune(
+        "--model", checkpoint, *SMALL, "--output", tmp_path / "out", "--no-save", "--max-hours", 1
+    )
     assert done.status == 0 and len((tmp_path / "out/losses.jsonl").read_text().splitlines()) == 3, done.err

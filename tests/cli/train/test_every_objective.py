@@ -21,7 +21,11 @@ from tests.helpers.models.small_checkpoints import SIZES, TOKENS
 
 STEPS, ITEMS, LR, DECAY, EPS = 2, 3, 1e-3, 0.01, 1e-4
 PAIRS = [
-    {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
+    {
+        "prompt": f"{i} plus {i} is",
+        "chosen": f" surely {2 * i}.",
+        "rejected": f" maybe {i * i + 1}, who knows.",
+    }
     for i in range(ITEMS)
 ]
 DATA: dict[str, list[dict[str, Any]]] = {
@@ -53,7 +57,8 @@ PICTURES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
             "image_size": 16, "patch_size": 4}  # fmt: skip
 LISTENING = {
     "text_config": DECODER | {"model_type": "qwen2"},
-    "audio_config": SPEECH | {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48},
+    "audio_config": SPEECH
+    | {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48},
 }
 # Kind of model: its class, its configuration.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -92,12 +97,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 WRITES = "models that write text: give --objective"
 TOKEN = "a token classifier, and --objective {}: use fuyou.Engine, whose batches take its labels."
 NO_HEAD = 'is a {}, whose head is none of those that can be trained: .* write "architectures": ..{}"'
-BOTH_SIDES = "which has an encoder and a decoder, and models of one of them are trained. Give a decoder such as"
+BOTH_SIDES = (
+    "which has an encoder and a decoder, and models of one of them are trained. Give a decoder such as"
+)
 NO_TEXT = "whose head is none of those that can be trained: .* classifiers. Give a decoder such as"
 PICTURE = "a vision-language model, and --objective {} puts its head on a model of text alone: give a causal"
 IMAGES = "--objective {} reads text, and the data hold images: leave it out, or the images."
 POOLED = "cannot get the head of a BertForSequenceClassification, which has more .*pooler"
-CLASSIFIERS = "classifiers of the family 'bart' have an encoder and a decoder, and models of one of them are trained"
+CLASSIFIERS = (
+    "classifiers of the family 'bart' have an encoder and a decoder, and models of one of them are trained"
+)
 FAMILY = "transformers has no sequence classifier of the family 'mamba': take a model of another"
 
 
@@ -146,7 +155,9 @@ for like, kinds in {
     REFUSED |= dict.fromkeys(kinds, REFUSED[like])
 for each in (kind for kind, refused in REFUSED.items() if "classif" in kind and len(refused) == len(DATA)):
     REFUSED[each] = {
-        name: text for name, text in REFUSED[each].items() if (name, text) != ("classify", f"{WRITES} classify")
+        name: text
+        for name, text in REFUSED[each].items()
+        if (name, text) != ("classify", f"{WRITES} classify")
     }
 for each in ("reward model", "encoder for rewards"):
     REFUSED[each] = {name: text for name, text in REFUSED[each].items() if name != "reward"}
@@ -200,7 +211,9 @@ def write(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", [kind for kind, refused in REFUSED.items() if refused])
 def test_it_is_refused_in_one_sentence(kind: str, run: Callable[[str, str], Any], tmp_path: Path) -> None:
     refused = REFUSED[kind]
-    if len(set(refused.values())) == 1 and len(refused) == len(DATA):  # by its class, before the objective is looked at
+    if len(set(refused.values())) == 1 and len(refused) == len(
+        DATA
+    ):  # by its class, before the objective is looked at
         refused = {name: refused[name] for name in ("sft", "classify")}
     for objective, text in refused.items():
         done = run(kind, objective)
@@ -246,7 +259,9 @@ def in_memory(folder: Path, objective: str) -> list[float]:
             better, worse = (scores(model, rows[name]) for name in ("chosen", "rejected"))
             loss = -functional.logsigmoid(better - worse).mean()
         elif objective == "dpo":
-            better, worse = (likelihoods(model, tokenizer, PAIRS, "prompt", name)[0] for name in ("chosen", "rejected"))
+            better, worse = (
+                likelihoods(model, tokenizer, PAIRS, "prompt", name)[0] for name in ("chosen", "rejected")
+            )
             margins = better - worse
             before = margins.detach() if before is None else before
             loss = -functional.logsigmoid(0.1 * (margins - before)).mean()
@@ -286,4 +301,6 @@ def likelihoods(
 
 def scores(model: PreTrainedModel, rows: list[list[int]]) -> torch.Tensor:
     """Return what the head gives for each row of tokens: a number, or one for each class."""
-    return torch.stack([model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]).squeeze(-1)
+    return torch.stack(
+        [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    ).squeeze(-1)

@@ -77,7 +77,9 @@ def checkpoint(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torc
 
 def evaluations(output: Path) -> dict[int, float]:
     entries = map(json.loads, (output / "run" / "metrics.jsonl").read_text().splitlines())
-    return {one["step"]: one["validation_metrics/loss"] for one in entries if "validation_metrics/loss" in one}
+    return {
+        one["step"]: one["validation_metrics/loss"] for one in entries if "validation_metrics/loss" in one
+    }
 
 
 RUNS: dict[str, tuple[str, str, tuple[Any, ...]]] = {  # model, objective, options
@@ -123,7 +125,18 @@ def test_exports_evaluate_to_what_the_run_evaluated(
         records = PAIRS if objective == "reward" else TEXTS
         file = tmp_path / f"{objective}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        data = ("--data", file, "--eval-data", file, "--objective", objective, "--seq-len", 64, "--batch-size", 2)
+        data = (
+            "--data",
+            file,
+            "--eval-data",
+            file,
+            "--objective",
+            objective,
+            "--seq-len",
+            64,
+            "--batch-size",
+            2,
+        )
         steps = ("--steps", 4, "--lr", "3e-3", "--save-every", 2, "--eval-every", 2, "--dtype", "fp32")
         steps = (*steps, "--chat-template", "zephyr")
         where = RANKS if name.startswith("ranks") else ALONE
@@ -141,13 +154,25 @@ def test_exports_evaluate_to_what_the_run_evaluated(
             asked.append((objective, str(output / folder), None if base is None else str(base), records))
         if "merged" in name:
             assert f"to merge finetune export --model {base} --adapter {output} --output DIR" in done.out
-            merge = ("export", "--model", base, "--adapter", output, "--output", f"{output}-merged", "--dtype", "fp32")
+            merge = (
+                "export",
+                "--model",
+                base,
+                "--adapter",
+                output,
+                "--output",
+                f"{output}-merged",
+                "--dtype",
+                "fp32",
+            )
             assert finetune(*merge).status == 0
             wanted[f"{name}: merged"] = losses[4]
             asked.append((objective, f"{output}-merged", None, records))
         if objective != "sft":
             assert not (output / "base" / "chat_template.jinja").read_text().startswith("OLD")
-    done = subprocess.run([sys.executable, "-c", LOADS], input=json.dumps(asked), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], input=json.dumps(asked), capture_output=True, text=True
+    )
     assert "RESULTS " in done.stdout, done.stderr[-3000:]
     results = json.loads(done.stdout.partition("RESULTS ")[2])
     assert [

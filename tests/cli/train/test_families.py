@@ -35,7 +35,9 @@ def test_rows_are_not_packed_and_losses_are_the_familys_own(
     words = ("--model", family, "--data", data, "--eval-data", data, "--output", tmp_path / "out", *SMALL)
     outcome = finetune(*words)
     assert outcome.status == 0, outcome.err
-    assert "one document in each row: nothing keeps those that share a row apart in this model\n" in outcome.out
+    assert (
+        "one document in each row: nothing keeps those that share a row apart in this model\n" in outcome.out
+    )
 
     config = DataConfig((str(data),), 96, 2, packed=False, labels_ahead=family.name == "bart", shuffle=False)
     with torch.no_grad():

@@ -82,10 +82,14 @@ def test_adapters_and_the_projector_train_together(
         load_file(checkpoint / "model.safetensors"),
     )
     whole = {
-        name.partition(".multi_modal_projector.")[2]: value for name, value in saved.items() if "projector" in name
+        name.partition(".multi_modal_projector.")[2]: value
+        for name, value in saved.items()
+        if "projector" in name
     }
     began = {
-        name.partition("multi_modal_projector.")[2]: value for name, value in before.items() if "projector" in name
+        name.partition("multi_modal_projector.")[2]: value
+        for name, value in before.items()
+        if "projector" in name
     }
     assert whole.keys() == began.keys()
     assert not any(torch.equal(whole[name], value) for name, value in began.items())
@@ -114,7 +118,12 @@ def test_an_image_that_is_cut_is_named(
     ("reward", "is a vision-language model, and --objective reward puts its head on a model of text alone"),
 ])  # fmt: skip
 def test_objectives_of_text(
-    objective: str, message: str, checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    objective: str,
+    message: str,
+    checkpoint: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What would read images with a tokenizer alone is refused before anything is written."""
     words = ["--model", str(checkpoint), "--data", str(data), "--seq-len", "128", "--gpu", "cpu"]

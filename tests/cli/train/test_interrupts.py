@@ -42,7 +42,9 @@ sys.exit(interrupts.status())
     (signal.SIGHUP, "hangs", 129, "stopped at once, after 0 s. To continue: this"),
     (signal.SIGHUP, "nohup", 3, "not heard"),
 ])  # fmt: skip
-def test_a_signal_ends_a_run_in_order_or_in_time(number: signal.Signals, how: str, status: int, said: str) -> None:
+def test_a_signal_ends_a_run_in_order_or_in_time(
+    number: signal.Signals, how: str, status: int, said: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(int(number)), how], capture_output=True, text=True,
         cwd=Path(__file__).parents[3],
@@ -110,7 +112,9 @@ def test_a_signal_during_a_write(
     assert stopped.status == 143 and said in stopped.err, stopped.err
 
 
-def test_commands_that_do_not_train_are_only_stopped(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_do_not_train_are_only_stopped(
+    finetune: Finetune, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 

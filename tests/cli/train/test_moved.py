@@ -60,7 +60,9 @@ def test_a_run_continues_wherever_its_directories_are(
     # Two drives fewer, without which it continues.
     rest = ("--steps", 5, "--ssd", *drives("z"), "--output", out, "--resume", "--host-memory", "700MiB")
     refused = finetune("--model", checkpoint, "--data", data, *SMALL, *rest)
-    assert refused.status == 2 and all(name in refused.err for name in ("--leave-ssd", *map(str, drives("x", "y"))))
+    assert refused.status == 2 and all(
+        name in refused.err for name in ("--leave-ssd", *map(str, drives("x", "y")))
+    )
     train(*rest, "--leave-ssd", *drives("x", "y"))
     assert not any(any(drive.iterdir()) for drive in drives("x", "y"))
     assert losses(out) == losses(whole)
@@ -72,7 +74,9 @@ def test_a_store_in_the_output_moves_to_a_drive(
 ) -> None:
     output, drive = tmp_path / "an output", tmp_path / "a drive"
     drive.mkdir()
-    assert finetune("--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output).status == 0
+    assert (
+        finetune("--model", checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output).status == 0
+    )
     moved = ("--output", output, "--steps", 2, "--resume", "--ssd", drive)
     assert "this command again. To give it up" in finetune(*moved).err
     refused = finetune(*moved, "--leave-ssd", output)
@@ -85,5 +89,7 @@ def test_a_store_in_the_output_moves_to_a_drive(
 
 
 def _is_direct(descriptor: int) -> bool:
-    flags = next(line for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines() if "flags:" in line)
+    flags = next(
+        line for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines() if "flags:" in line
+    )
     return bool(int(flags.split()[1], 8) & os.O_DIRECT)

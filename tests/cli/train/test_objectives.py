@@ -25,7 +25,18 @@ from common.data.pack import draw_rows
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import losses, metrics
 
-PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-3")
+PLACE = (
+    "--gpu",
+    "cpu",
+    "--host-memory",
+    "600MiB",
+    "--dtype",
+    "fp32",
+    "--schedule",
+    "constant",
+    "--lr",
+    "1e-3",
+)
 STEPS, ITEMS, LR, DECAY = 5, 8, 1e-3, 0.01
 EPS = 1e-4
 """With Adam's usual one, a gradient that is next to nothing makes a part of a step of its rounding, which differs from
@@ -36,10 +47,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 PAIRS = [
-    {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
+    {
+        "prompt": f"{i} plus {i} is",
+        "chosen": f" surely {2 * i}.",
+        "rejected": f" maybe {i * i + 1}, who knows.",
+    }
     for i in range(ITEMS)
 ]
-TEXTS = [{"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(ITEMS)]
+TEXTS = [
+    {"text": f"{i} and {i * i} are numbers", "label": ("odd", "even", "odder")[i % 3]} for i in range(ITEMS)
+]
 MARGINS = [{**pair, "margin": 0.25 * (i % 3)} for i, pair in enumerate(PAIRS)]
 
 
@@ -100,7 +117,10 @@ def with_trl(
     return trainer
 
 
-LORA, PREFERRED = ("--lora-rank", "4"), ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected")
+LORA, PREFERRED = (
+    ("--lora-rank", "4"),
+    ("rewards/accuracies", "rewards/chosen", "rewards/margins", "logps/rejected"),
+)
 CASES = {
     "dpo in pieces": (PAIRS, ("--beta", "0.3", "--piece-size", "16KiB", *LORA), PREFERRED),
     "reward": (MARGINS, (), ("accuracy", "margin", "mean_reward")),
@@ -120,8 +140,27 @@ def test_a_run_is_what_trl_trains_in_memory(
     records, options, watched = CASES[objective]
     objective, adapted = objective.split()[0], "--lora-rank" in options
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *options, *PLACE)
-    common = (*common, "--batch-size", str(ITEMS), "--micro-batch", micro, "--steps", str(STEPS), "--seed", "0")
+    common = (
+        "--model",
+        checkpoint,
+        "--data",
+        tmp_path / "data.jsonl",
+        "--objective",
+        objective,
+        *options,
+        *PLACE,
+    )
+    common = (
+        *common,
+        "--batch-size",
+        str(ITEMS),
+        "--micro-batch",
+        micro,
+        "--steps",
+        str(STEPS),
+        "--seed",
+        "0",
+    )
     common = (*common, "--eps", str(EPS))
     done = finetune(*common, "--output", tmp_path / "out")
     assert done.status == 0, done.err
@@ -161,7 +200,16 @@ def test_a_run_that_continues_is_the_same_run(
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     words = LORA if objective == "dpo" else ()
     file = "adapter_model.safetensors" if objective == "dpo" else "model.safetensors"
-    common = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, *words, *PLACE)
+    common = (
+        "--model",
+        checkpoint,
+        "--data",
+        tmp_path / "data.jsonl",
+        "--objective",
+        objective,
+        *words,
+        *PLACE,
+    )
     runs = []
     for name, parts in (("whole", (3,)), ("broken", (1, 3))):
         for number, steps in enumerate(parts):
@@ -185,7 +233,9 @@ def test_a_classifier_continues_with_the_model_that_it_began_with(
     shutil.copytree(checkpoint, first)
     shutil.copytree(checkpoint, other)
     weights = load_file(checkpoint / "model.safetensors")
-    save_file({name: value * 2 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: value * 2 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"}
+    )
     words = ("--data", tmp_path / "data.jsonl", "--objective", "classify", *LORA, *PLACE, "--batch-size", "2")
     words = (*words, "--output", tmp_path / "out")
     done = finetune("--model", first, *words, "--steps", "1")
@@ -196,7 +246,9 @@ def test_a_classifier_continues_with_the_model_that_it_began_with(
     assert base.readlink().parent == first
     first.rename(moved)
     damaged = finetune("verify", tmp_path / "out")
-    assert damaged.status == 1 and f"{base} is a link to {first}/model.safetensors, where nothing" in damaged.err
+    assert (
+        damaged.status == 1 and f"{base} is a link to {first}/model.safetensors, where nothing" in damaged.err
+    )
     continued = finetune("--model", moved, *words, "--steps", "2", "--resume")
     assert continued.status == 0 and base.readlink().parent == moved, continued.err
     assert finetune("verify", tmp_path / "out").status == 0
@@ -224,10 +276,24 @@ def test_other_classes_do_not_replace_the_model_that_a_classifier_began_with(
     (TEXTS, "reward", "a pair has chosen and rejected"),
 ])  # fmt: skip
 def test_data_of_another_kind(
-    records: list[dict[str, Any]], objective: str, message: str, checkpoint: Path, finetune: Finetune, tmp_path: Path
+    records: list[dict[str, Any]],
+    objective: str,
+    message: str,
+    checkpoint: Path,
+    finetune: Finetune,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ("--model", checkpoint, "--data", tmp_path / "data.jsonl", "--objective", objective, "--show-data", "4")
+    words = (
+        "--model",
+        checkpoint,
+        "--data",
+        tmp_path / "data.jsonl",
+        "--objective",
+        objective,
+        "--show-data",
+        "4",
+    )
     done = finetune(*words, "--output", tmp_path / "out")
     assert done.status == 2 and message in done.err
 
@@ -250,7 +316,16 @@ def test_names_of_the_classes_of_a_classifier(
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     records = [{"text": "It rains.", "label": name} for name in ("bad", "good")]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ("--model", model, "--data", tmp_path / "data.jsonl", "--objective", "classify", "--show-data", "1")
+    words = (
+        "--model",
+        model,
+        "--data",
+        tmp_path / "data.jsonl",
+        "--objective",
+        "classify",
+        "--show-data",
+        "1",
+    )
     done = finetune(*words, "--output", tmp_path / "out")
     assert done.status == (0 if message is None else 2) and (message or "") in done.err, done.err
 

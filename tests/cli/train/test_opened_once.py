@@ -16,7 +16,9 @@ from fuyou.schedule.memory_planner import MemoryPlanner
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_what_a_run_opens(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
+def test_what_a_run_opens(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapted: bool
+) -> None:
     counts = Counter[str]()
 
     def counting(name: str, called: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,15 +29,27 @@ def test_what_a_run_opens(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.
         return counted
 
     for module in ("cli.job.model", "cli.job.machine", "fuyou.engine.opening", "fuyou.planner.training_job"):
-        monkeypatch.setattr(f"{module}.load_config", counting("configurations", common.models.presets.load_config))
+        monkeypatch.setattr(
+            f"{module}.load_config", counting("configurations", common.models.presets.load_config)
+        )
     build = counting("meta models", common.models.meta_model.build_meta_model)
     monkeypatch.setattr("common.models.adapters.adapted_model.build_meta_model", build)
     for kind in (OpenModel, StreamedModel, MemoryPlanner):
         monkeypatch.setattr(kind, "__init__", counting(kind.__name__, kind.__init__))
-    monkeypatch.setattr("fuyou.engine.opening.prove_once", lambda *args, **more: None)  # its small models are others
+    monkeypatch.setattr(
+        "fuyou.engine.opening.prove_once", lambda *args, **more: None
+    )  # its small models are others
 
     words = ["train", "--model", str(checkpoint), "--data", "random", "--steps", "1", "--batch-size", "1"]
-    words += ["--seq-len", "16", "--gpu", "cpu", "--output", str(tmp_path / "out"), *["--lora-rank", "2"] * adapted]
+    words += [
+        "--seq-len",
+        "16",
+        "--gpu",
+        "cpu",
+        "--output",
+        str(tmp_path / "out"),
+        *["--lora-rank", "2"] * adapted,
+    ]
     assert main(words) == 0
     assert counts == {
         "configurations": 1,

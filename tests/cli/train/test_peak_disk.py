@@ -16,7 +16,12 @@ from tests.helpers.models.small_checkpoints import SIZES
 
 pytest.importorskip("gguf")
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4}
-WIDE_FIELDS = {"block_count": 4, "embedding_length": 512, "feed_forward_length": 2048, "attention.head_count": 4}
+WIDE_FIELDS = {
+    "block_count": 4,
+    "embedding_length": 512,
+    "feed_forward_length": 2048,
+    "attention.head_count": 4,
+}
 
 
 def allocated(folder: Path) -> int:
@@ -59,7 +64,20 @@ def test_a_run_on_a_gguf_file_has_one_copy_of_its_bytes(
     monkeypatch.setenv(CACHE_VARIABLE, str(run / "cache"))
     config = LlamaConfig(**SIZES | WIDE)
     file = write_gguf(tmp_path / "model.gguf", config, FIELDS | WIDE_FIELDS, kinds=("Q4_K", "Q6_K"))
-    words = ("--gpu", "cpu", "--dtype", "bf16", "--lora-rank", 4, "--steps", 2, "--batch-size", 2, "--seq-len", 16)
+    words = (
+        "--gpu",
+        "cpu",
+        "--dtype",
+        "bf16",
+        "--lora-rank",
+        4,
+        "--steps",
+        2,
+        "--batch-size",
+        2,
+        "--seq-len",
+        16,
+    )
     with sampled(run) as peak:
         done = finetune("--model", file, "--data", data, *words, "--output", run / "out")
     assert done.status == 0, done.err

@@ -12,14 +12,32 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from common.models.checkpoint.identity import weights_identity
 from tests.cli.conftest import Finetune
 from tests.helpers.command.histories import history, losses, metrics
 from tests.helpers.models.small_checkpoints import SIZES, small_checkpoint
 
-PLACE = ("--gpu", "cpu", "--host-memory", "600MiB", "--dtype", "fp32", "--schedule", "constant", "--lr", "1e-2")
+PLACE = (
+    "--gpu",
+    "cpu",
+    "--host-memory",
+    "600MiB",
+    "--dtype",
+    "fp32",
+    "--schedule",
+    "constant",
+    "--lr",
+    "1e-2",
+)
 LORA, SLOW = ("--lora-rank", "4"), pytest.mark.slow
 
 
@@ -28,7 +46,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sums that are right and sums that are wrong."""
     file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     records = [
-        {"prompt": f"{i} plus {i} is", "chosen": f" surely {2 * i}.", "rejected": f" maybe {i * i + 1}, who knows."}
+        {
+            "prompt": f"{i} plus {i} is",
+            "chosen": f" surely {2 * i}.",
+            "rejected": f" maybe {i * i + 1}, who knows.",
+        }
         for i in range(12)
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -73,7 +95,10 @@ def in_memory(checkpoint: Path, model: Any, file: Path, steps: int) -> tuple[lis
 
 @pytest.mark.parametrize(
     "trains",
-    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "new adapters")), "trained adapters"],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "new adapters")),
+        "trained adapters",
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_what_it_is_in_memory(
@@ -86,7 +111,9 @@ def test_a_run_is_what_it_is_in_memory(
     if trains == "new adapters":
         words = LORA
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     elif trains == "trained adapters":
         words = ("--adapter", tmp_path / "first")
         first = ("--data", data, *LORA, "--steps", "3", "--batch-size", "4", "--seq-len", "32")
@@ -102,27 +129,49 @@ def test_a_run_is_what_it_is_in_memory(
     assert found == pytest.approx(expected, rel=1e-5)
     assert watched["rewards/accuracies"][-1] == accuracy
     sides = zip(watched["rewards/chosen"], watched["rewards/rejected"], strict=True)
-    assert watched["rewards/margins"] == pytest.approx([better - worse for better, worse in sides], rel=1e-4, abs=1e-9)
+    assert watched["rewards/margins"] == pytest.approx(
+        [better - worse for better, worse in sides], rel=1e-4, abs=1e-9
+    )
     assert f"accuracy {accuracy:.1%}, margin" in done.out and "eval at step 3: loss" in done.out
     assert "eval at step 0: loss 0.6931" in done.out and "12 pairs, 24 x 64 tokens" in done.out
-    entries = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {name for line in entries for name in line}
+    entries = [
+        json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert {"rewards/margins", "validation_metrics/rewards/accuracies"} <= {
+        name for line in entries for name in line
+    }
 
 
 @pytest.mark.parametrize(
     "trains",
-    ["new adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "trained adapters"))],
+    [
+        "new adapters",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("all weights", "trained adapters")),
+    ],
 )
 def test_a_resumed_run_keeps_its_reference(
     trains: str, checkpoint: Path, data: Path, pairs: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
     """It has the losses of a run that was not interrupted, and a lost reference is never computed from a trained
     model: new adapters are switched off for it, and other runs are refused."""
-    words: tuple[Any, ...] = {"all weights": (), "new adapters": LORA}.get(trains, ("--adapter", tmp_path / "first"))
+    words: tuple[Any, ...] = {"all weights": (), "new adapters": LORA}.get(
+        trains, ("--adapter", tmp_path / "first")
+    )
     if trains == "trained adapters":
         first = ("--data", data, *LORA, "--steps", "1", "--batch-size", "4", "--seq-len", "32")
         assert finetune("--model", checkpoint, *first, *PLACE, "--output", tmp_path / "first").status == 0
-    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *words, *PLACE, "--batch-size", "12")
+    common = (
+        "--model",
+        checkpoint,
+        "--data",
+        pairs,
+        "--objective",
+        "dpo",
+        *words,
+        *PLACE,
+        "--batch-size",
+        "12",
+    )
 
     assert finetune(*common, "--steps", "4", "--output", tmp_path / "whole", "--no-save").status == 0
     whole = losses(tmp_path / "whole")
@@ -134,16 +183,22 @@ def test_a_resumed_run_keeps_its_reference(
     before = np.load(file)["values"]
     done = finetune(*broken, "--steps", "3", "--resume")
     assert done.status == 0, done.err
-    assert losses(tmp_path / "broken") == whole[:3] and np.array_equal(np.load(file)["values"], before, equal_nan=True)
+    assert losses(tmp_path / "broken") == whole[:3] and np.array_equal(
+        np.load(file)["values"], before, equal_nan=True
+    )
     other_base = shutil.copytree(checkpoint, tmp_path / "other")
     weights = other_base / "model.safetensors"
-    save_file({name: value + 1e-3 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    save_file(
+        {name: value + 1e-3 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"}
+    )
     other = finetune(*broken, "--steps", "4", "--resume", "--model", other_base)
     assert other.status != 0 and "began with" in other.err
     content = dict(np.load(file))
     data_digest, _, base = str(content["digest"]).partition(" ")
     assert base.partition(" ")[0] == weights_identity(checkpoint)
-    np.savez(file, values=content["values"] + 1, digest=np.array(f"{data_digest} {weights_identity(other_base)}"))
+    np.savez(
+        file, values=content["values"] + 1, digest=np.array(f"{data_digest} {weights_identity(other_base)}")
+    )
     done = finetune(*broken, "--steps", "4", "--resume")
     if trains == "all weights":
         assert done.status == 2 and "or of another model" in done.err
@@ -170,7 +225,9 @@ def test_the_reference_of_another_adapter_is_refused(
         adapter = tmp_path / f"adapter-{seed}"
         get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config).save_pretrained(adapter)
         words = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", "--adapter", adapter, *PLACE)
-        done = finetune(*words, "--batch-size", "12", "--steps", "1", "--schedule", "constant", "--output", run)
+        done = finetune(
+            *words, "--batch-size", "12", "--steps", "1", "--schedule", "constant", "--output", run
+        )
         assert done.status == 0, done.err
     shutil.copy(runs[1] / "run/reference.npz", runs[0] / "run/reference.npz")
     done = finetune("--output", runs[0], "--resume", "--steps", "2")
@@ -182,13 +239,26 @@ def test_a_short_run_of_all_weights_gets_more_steps(
 ) -> None:
     """It ended within its first epoch, so its reference has the rows of those steps alone: the model that it began
     with computes the others. The losses are those of a run of that length."""
-    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "4", "--no-save")
+    common = (
+        "--model",
+        checkpoint,
+        "--data",
+        pairs,
+        "--objective",
+        "dpo",
+        *PLACE,
+        "--batch-size",
+        "4",
+        "--no-save",
+    )
     assert finetune(*common, "--steps", "3", "--output", tmp_path / "whole").status == 0
     assert finetune(*common, "--steps", "1", "--output", tmp_path / "short").status == 0
     done = finetune("--output", tmp_path / "short", "--resume", "--steps", "3")
     assert done.status == 0, done.err
     assert losses(tmp_path / "short") == losses(tmp_path / "whole")
-    whole, short = (np.load(tmp_path / name / "run" / "reference.npz")["values"] for name in ("whole", "short"))
+    whole, short = (
+        np.load(tmp_path / name / "run" / "reference.npz")["values"] for name in ("whole", "short")
+    )
     assert np.array_equal(whole, short)
 
 
@@ -197,12 +267,26 @@ def test_a_short_run_of_ranks_says_why_it_gets_no_more_steps(
 ) -> None:
     drive = tmp_path / "ssd"
     drive.mkdir()
-    common = ("--model", checkpoint, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "4", "--no-save")
+    common = (
+        "--model",
+        checkpoint,
+        "--data",
+        pairs,
+        "--objective",
+        "dpo",
+        *PLACE,
+        "--batch-size",
+        "4",
+        "--no-save",
+    )
     common = (*common, "--nodes", "1", "--gpus-per-node", "1", "--ssd", drive, "--output", tmp_path / "out")
     assert finetune(*common, "--steps", "1").status == 0
     done = finetune(*common, "--resume", "--steps", "3")
     assert done.status == 2
-    assert "--steps 3: the pairs of more than 1 step were not compared with the model before training" in done.err
+    assert (
+        "--steps 3: the pairs of more than 1 step were not compared with the model before training"
+        in done.err
+    )
     assert "Begin a new run of 3 steps with --overwrite" in done.err
 
 
@@ -212,7 +296,10 @@ def test_a_plan_counts_the_reference(finetune: Finetune) -> None:
     where = ("--gpu", "rtx4090", "--drive", "samsung-990-pro-4tb", "--ssds", "4", "--seq-len", "1024", *LORA)
     where = ("--plan", "--model", "gpt3-13b", "--host-memory", "64GiB", "--drive-life", "any", *where)
     plans = {}
-    for name, options in {"sft": ("--batch-size", "32"), "dpo": ("--batch-size", "16", "--objective", "dpo")}.items():
+    for name, options in {
+        "sft": ("--batch-size", "32"),
+        "dpo": ("--batch-size", "16", "--objective", "dpo"),
+    }.items():
         done = finetune(*where, *options, "--json")
         assert done.status == 0, done.err
         plans[name] = json.loads(done.out)
@@ -239,10 +326,14 @@ def test_a_missing_thing_is_rejected(
     assert done.status == 2 and message in done.err
 
 
-GPT2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5)
+GPT2 = GPT2Config(
+    vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.5, resid_pdrop=0.5
+)
 LLAMA = LlamaConfig(**SIZES, attention_dropout=0.5, initializer_range=0.3)  # whose dropout is no module
 
-FALCON = FalconConfig(vocab_size=384, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.5)
+FALCON = FalconConfig(
+    vocab_size=384, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.5
+)
 
 
 @pytest.mark.parametrize(("config", "is_adapted"), [
@@ -255,8 +346,12 @@ def test_dropout_is_off(
     model = small_checkpoint(tmp_path / "model", config)
     command = ("--model", model, "--data", pairs, "--objective", "dpo", *PLACE, "--batch-size", "8")
     if is_adapted:
-        adapters = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapters).save_pretrained(tmp_path / "adapter")
+        adapters = LoraConfig(
+            r=4, lora_dropout=0.5, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+        )
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapters).save_pretrained(
+            tmp_path / "adapter"
+        )
         command += ("--adapter", tmp_path / "adapter")
     done = finetune(*command, "--steps", "1", "--no-save", "--output", tmp_path / "out")
     assert done.status == 0 and "learns   dpo against" in done.out and "without dropout" in done.out, done.err

@@ -39,7 +39,9 @@ def test_adapters_of_a_gguf_file_name_the_file(
     assert "GGUF (Q8_0) in the checkpoint, frozen in its own bytes; they compute in" in done.out
     assert f"gguf     {out}/adapter.gguf, for llama.cpp" in done.out and (out / "adapter.gguf").is_file()
     assert f"finetune export --model {file} --adapter {out}" in done.out
-    again = finetune("export", "--model", file, "--adapter", out, "--output", tmp_path / "merged", "--dtype", "bf16")
+    again = finetune(
+        "export", "--model", file, "--adapter", out, "--output", tmp_path / "merged", "--dtype", "bf16"
+    )
     assert again.status == 0, again.err
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert {value.dtype for value in merged.values()} == {torch.bfloat16}

@@ -29,7 +29,9 @@ def stops(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["full", "lora"])
-def test_results_stop_where_answers_end(adapts: bool, finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
+def test_results_stop_where_answers_end(
+    adapts: bool, finetune: Finetune, checkpoint: Path, tmp_path: Path
+) -> None:
     data, template, out = tmp_path / "chats.jsonl", tmp_path / "own.jinja", tmp_path / "out"
     data.write_text((json.dumps({"messages": TURNS}) + "\n") * 2)
     template.write_text(TEMPLATE)

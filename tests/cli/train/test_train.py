@@ -16,11 +16,23 @@ ROOT = Path(__file__).parents[3]
 SMALL = ("--batch-size", "4", "--seq-len", "32", "--gpu", "cpu", "--lr", "1e-3", "--warmup", "2")
 
 
-def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_six_steps_are_three_and_three_more(
+    finetune: Finetune, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     drives = [tmp_path / name for name in ("nvme0", "nvme1")]
     for drive in drives:
         drive.mkdir()
-    command = ("--model", checkpoint, "--data", data, *SMALL, "--schedule", "constant", "--ssd", f"{tmp_path}/nvme*")
+    command = (
+        "--model",
+        checkpoint,
+        "--data",
+        data,
+        *SMALL,
+        "--schedule",
+        "constant",
+        "--ssd",
+        f"{tmp_path}/nvme*",
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     outcome = finetune(*command, "--steps", 6, "--output", whole)
@@ -40,7 +52,10 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
 
     # Every store is in its own folder on every drive, found again by the output's name.
     for drive in drives:
-        assert sorted(path.name.rsplit("-", 1)[0] for path in drive.iterdir()) == ["fuyou-parts", "fuyou-whole"]
+        assert sorted(path.name.rsplit("-", 1)[0] for path in drive.iterdir()) == [
+            "fuyou-parts",
+            "fuyou-whole",
+        ]
     model = AutoModelForCausalLM.from_pretrained(whole)
     assert len(AutoTokenizer.from_pretrained(whole)) == model.config.vocab_size
 
@@ -59,7 +74,9 @@ def test_six_steps_are_three_and_three_more(finetune: Finetune, checkpoint: Path
 
 
 def test_throughput_on_random_tokens(finetune: Finetune, tmp_path: Path) -> None:
-    outcome = finetune("--model", "llama-10m", "--steps", 2, "--batch-size", 1, "--seq-len", 16, "--gpu", "cpu")
+    outcome = finetune(
+        "--model", "llama-10m", "--steps", 2, "--batch-size", 1, "--seq-len", 16, "--gpu", "cpu"
+    )
     assert outcome.status == 0, outcome.err
     assert "measures throughput" in outcome.out
     steps = [line for line in outcome.out.splitlines() if line.startswith("step ")]
@@ -73,7 +90,10 @@ def stopped_in(output: Path, err: str) -> int:
     """The last committed step of a run that a signal ended as it should."""
     last = err.strip().splitlines()[-1]
     committed = len(history(output))
-    assert last.startswith("stopped in step ") and f"step {committed} is committed. To continue: finetune " in last
+    assert (
+        last.startswith("stopped in step ")
+        and f"step {committed} is committed. To continue: finetune " in last
+    )
     assert last.endswith("--steps 100000 --resume")
     assert "Traceback" not in err
     return committed
@@ -82,7 +102,16 @@ def stopped_in(output: Path, err: str) -> int:
 @pytest.mark.slow
 def test_ctrl_c_at_a_terminal(finetune: Finetune, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "stopped"
-    arguments = ["--model", str(checkpoint), "--data", "random", *SMALL, "--schedule", "constant", "--no-save"]
+    arguments = [
+        "--model",
+        str(checkpoint),
+        "--data",
+        "random",
+        *SMALL,
+        "--schedule",
+        "constant",
+        "--no-save",
+    ]
     arguments += ["--output", str(output)]
     process = subprocess.Popen(
         [sys.executable, "-m", "cli.main", *arguments, "--steps", "100000"],
@@ -107,6 +136,8 @@ def test_sigterm_to_one_process(finetune: Finetune, checkpoint: Path, tmp_path: 
     output = tmp_path / "stopped"
     losses = output / "losses.jsonl"
     with sending(signal.SIGTERM, lambda: losses.exists() and losses.stat().st_size > 0):
-        outcome = finetune("--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000")
+        outcome = finetune(
+            "--model", checkpoint, *SMALL, "--output", output, "--no-save", "--steps", "100000"
+        )
     assert outcome.status == 143, outcome.err  # job schedulers see that the run is not done
     stopped_in(output, outcome.err)

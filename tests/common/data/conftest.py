@@ -55,7 +55,11 @@ def make_tokenizer(template: str | None = None, bos: bool = True) -> PreTrainedT
         steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]))
     tokenizer.post_processor = processors.Sequence(steps)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=template,
     )
 
 
@@ -79,7 +83,9 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> str:
             path.write_text(json.dumps(records, indent=2))
         case ".csv" | ".tsv":
             with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(records[0]), delimiter="," if path.suffix == ".csv" else "\t")
+                writer = csv.DictWriter(
+                    file, list(records[0]), delimiter="," if path.suffix == ".csv" else "\t"
+                )
                 writer.writeheader()
                 writer.writerows(records)
         case ".parquet":

@@ -30,7 +30,9 @@ def make_processor(template: str = TEMPLATE) -> ProcessorMixin:
         extra_special_tokens={"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
     )  # fmt: skip
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
-    return Gemma3Processor(images, tokenizer, chat_template=template.replace("IMAGE", "<boi>"), image_seq_length=4)
+    return Gemma3Processor(
+        images, tokenizer, chat_template=template.replace("IMAGE", "<boi>"), image_seq_length=4
+    )
 
 
 def draw(path: Path, seed: int, size: tuple[int, int] = (20, 30)) -> Path:

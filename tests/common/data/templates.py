@@ -44,6 +44,9 @@ def tool_conversation(arguments: Any) -> dict[str, Any]:
             {"role": "assistant", "content": "It has 11 degrees."},
         ],
         "tools": [
-            {"type": "function", "function": {"name": "weather", "description": "Look", "parameters": parameters}}
+            {
+                "type": "function",
+                "function": {"name": "weather", "description": "Look", "parameters": parameters},
+            }
         ],
     }

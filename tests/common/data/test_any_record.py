@@ -16,7 +16,9 @@ from common.errors import UserError
 from tests.common.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 
 # As PLAIN_TEMPLATE, and what assistants call and which tools there are.
-TEMPLATE = PLAIN_TEMPLATE.replace("{{ m['content'] }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+TEMPLATE = PLAIN_TEMPLATE.replace(
+    "{{ m['content'] }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+)
 TEMPLATE = TEMPLATE.replace("{% for", "{{ tools | tojson if tools }}{% for", 1)
 TOKENIZER = make_tokenizer(TEMPLATE)
 TAG = re.compile(r"(?:ANSWER|OTHER|BAD)\d+\.")
@@ -39,7 +41,8 @@ def spelled(draw: Any, turns: list[Turn]) -> Any:
     names = {"user": "human", "assistant": "gpt"} if sharegpt else {}
     role, content = ("from", "value") if sharegpt else ("role", "content")
     written = [
-        {role: names.get(who, who), content: [{"type": "text", "text": text}] if parts else text} for who, text in turns
+        {role: names.get(who, who), content: [{"type": "text", "text": text}] if parts else text}
+        for who, text in turns
     ]
     return json.dumps(written) if as_text else written
 
@@ -57,7 +60,9 @@ def records(draw: Any) -> tuple[dict[str, Any], set[str], set[str]]:
         turns += [("user", tag("OTHER")), ("assistant", tag("ANSWER"))]
     last, answer = ("user", tag("OTHER")), tag("ANSWER")
     record: dict[str, Any] = {"id": 7, "source": "web"}
-    layout = draw(st.sampled_from(["messages", "conversations", "prompt", "instruction", "pair", "whole pair"]))
+    layout = draw(
+        st.sampled_from(["messages", "conversations", "prompt", "instruction", "pair", "whole pair"])
+    )
     trained = {answer}
     if draw(st.booleans()):
         record["system"] = tag("OTHER")
@@ -67,11 +72,17 @@ def records(draw: Any) -> tuple[dict[str, Any], set[str], set[str]]:
     elif layout == "prompt":
         repeated = draw(st.booleans())  # the completion is the whole conversation
         asked = [*turns, last]
-        record["prompt"] = last[1] if not turns and draw(st.booleans()) else json.loads(json.dumps(_plain(asked)))
+        record["prompt"] = (
+            last[1] if not turns and draw(st.booleans()) else json.loads(json.dumps(_plain(asked)))
+        )
         record["completion"] = _plain([*(asked if repeated else []), ("assistant", answer)])
         record["completion"] = answer if not repeated and draw(st.booleans()) else record["completion"]
     elif layout == "instruction":
-        record |= {"instruction": last[1], "input": tag("OTHER") if draw(st.booleans()) else "", "output": answer}
+        record |= {
+            "instruction": last[1],
+            "input": tag("OTHER") if draw(st.booleans()) else "",
+            "output": answer,
+        }
         record["history"] = [[turns[at][1], turns[at + 1][1]] for at in range(0, len(turns), 2)]
         trained |= {text for who, text in turns if who == "assistant"}
     else:
@@ -152,12 +163,16 @@ def test_texts_of_any_content_are_rendered_as_they_are_written(system: str, aske
     ):
         line = json.loads(json.dumps({**record, "system": system, "n": 1}))
         encoder = Encoder(TOKENIZER)
-        documents = list(encoder.encode(examples_of_records([DataRecord(line, Path("data.jsonl"), "line 1")])))
+        documents = list(
+            encoder.encode(examples_of_records([DataRecord(line, Path("data.jsonl"), "line 1")]))
+        )
         if not answer.strip():
             assert (documents, encoder.fitting.empty.records) == ([], 1)
             continue
         written = TOKENIZER.apply_chat_template(_plain(whole), return_dict=True)["input_ids"]
-        prompt = TOKENIZER.apply_chat_template(_plain(whole[:-1]), return_dict=True, add_generation_prompt=True)
+        prompt = TOKENIZER.apply_chat_template(
+            _plain(whole[:-1]), return_dict=True, add_generation_prompt=True
+        )
         assert [document.ids.tolist() for document in documents] == [written]
         assert documents[0].trained.tolist() == [at >= len(prompt["input_ids"]) for at in range(len(written))]
 
@@ -169,7 +184,9 @@ KEYS = st.sampled_from(
     ["role", "content", "from", "value", "tool_calls", "function_call", "weight", "thinking", "name"]
 )
 ROLE = st.sampled_from(["user", "assistant", "gpt", "human", "system", "tool", "function_call", "", 3, None])
-PART = st.dictionaries(st.sampled_from(["type", "text", "value", "image"]), JUNK | st.sampled_from(["text", "image"]))
+PART = st.dictionaries(
+    st.sampled_from(["type", "text", "value", "image"]), JUNK | st.sampled_from(["text", "image"])
+)
 CALL = st.dictionaries(st.sampled_from(["type", "function", "name", "arguments"]), JUNK)
 CALLS = JUNK | st.lists(CALL | st.builds(lambda call: {"function": call}, CALL), max_size=2)
 TURN = st.builds(

@@ -66,7 +66,9 @@ def test_every_token_once_per_epoch(
 ) -> None:
     directory = tmp_path_factory.mktemp("epoch")
     full = [[*tokenizer(text)["input_ids"], 2] for text in texts if text.strip()]
-    config = DataConfig((write_records(directory / "a.jsonl", [{"text": t} for t in texts]),), seq_len, 1, seed)
+    config = DataConfig(
+        (write_records(directory / "a.jsonl", [{"text": t} for t in texts]),), seq_len, 1, seed
+    )
     if not full:
         with pytest.raises(UserError, match="empty"):
             open_data(config, tokenizer, directory)
@@ -112,14 +114,18 @@ def test_prompt_without_completion_in_reach_is_left_out(jsonl: Callable[..., str
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    return write_records(tmp_path / "a.jsonl", [{"text": f"document {i} " + "fox " * (i % 23)} for i in range(300)])
+    return write_records(
+        tmp_path / "a.jsonl", [{"text": f"document {i} " + "fox " * (i % 23)} for i in range(300)]
+    )
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_batches_are_a_function_of_the_step(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_batches_are_a_function_of_the_step(
+    corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     config = DataConfig((corpus,), 64, 4, seed=5)
     first = open_data(config, tokenizer, tmp_path / "one")
     steps = [first.batch(step) for step in range(2 * first.steps_per_epoch + 3)]
@@ -143,7 +149,9 @@ def test_epochs_follow_each_other_without_a_gap(
     batches = open_data(DataConfig((corpus,), 64, batch_size), tokenizer, tmp_path / "cache")
     rows = batches.rows
     assert batches.steps_per_epoch == -(-rows // batch_size)
-    stream = torch.cat([batches.batch(step)["input_ids"] for step in range(-(-3 * rows // batch_size))]).tolist()
+    stream = torch.cat(
+        [batches.batch(step)["input_ids"] for step in range(-(-3 * rows // batch_size))]
+    ).tolist()
     epochs = [[tuple(row) for row in stream[number * rows : (number + 1) * rows]] for number in range(3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
@@ -191,7 +199,10 @@ def test_labels_one_position_ahead(
     for step in range(3):
         plain, moved = shifting.batch(step), ahead.batch(step)
         assert torch.equal(moved["input_ids"], plain["input_ids"])
-        assert torch.equal(moved["labels"][:, :-1], plain["labels"][:, 1:]) and (moved["labels"][:, -1] == -100).all()
+        assert (
+            torch.equal(moved["labels"][:, :-1], plain["labels"][:, 1:])
+            and (moved["labels"][:, -1] == -100).all()
+        )
         ends = plain["position_ids"][:, 1:] == 0
         assert (moved["labels"][:, :-1][ends] == -100).all()
     random = RandomBatches(97, 8, 2, labels_ahead=True).batch(0)
@@ -212,7 +223,9 @@ def test_cache_is_used_again_and_noticed_when_stale(
     [name] = token_files()
     prepared = token_files()
     assert equal(open_data(DataConfig((corpus,), 64, 2), make_tokenizer(), cache).batch(3), before)
-    tokenizer(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves its mark in the tokenizer
+    tokenizer(
+        ["padded", "and cut"], padding=True, truncation=True, max_length=4
+    )  # leaves its mark in the tokenizer
     open_data(DataConfig((corpus,), 64, 5, seed=9), tokenizer, cache)
     assert token_files() == prepared, "made once more"
 
@@ -238,7 +251,9 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_flipped_bit_is_never_trained_on(corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_never_trained_on(
+    corpus: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     config = DataConfig((corpus,), 64, 1, shuffle=False)
     batches = open_data(config, tokenizer, tmp_path)
     (file,) = tmp_path.glob("*.tokens")
@@ -270,7 +285,9 @@ def test_what_a_killed_process_left_is_removed_and_two_take_turns(
 
     monkeypatch.setattr("common.data.prepare.write_token_file", write)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: open_data(DataConfig((corpus,), 64, 1), tokenizer, cache), range(2))
+        first, second = pool.map(
+            lambda _: open_data(DataConfig((corpus,), 64, 1), tokenizer, cache), range(2)
+        )
     assert equal(first.batch(1), second.batch(1)) and built == list(cache.iterdir())
 
 
@@ -365,5 +382,10 @@ def test_random_batches() -> None:
     assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
     assert (batch["labels"][:, 0] == -100).all()
     assert batch["position_ids"].tolist() == [list(range(32))] * 4
-    assert (batches.tokens, batches.trainable_tokens, batches.rows, batches.steps_per_epoch) == (128, 124, 4, 1)
+    assert (batches.tokens, batches.trainable_tokens, batches.rows, batches.steps_per_epoch) == (
+        128,
+        124,
+        4,
+        1,
+    )
     assert np.unique(batch["input_ids"].numpy()).size > 50

@@ -11,7 +11,23 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from common.data.beginnings import Beginnings
 
-WORDS = ["hello", " world", "  two", "\n", "\n\n", "a", "é", "e\u0301", " ", "<x>", "ab", "\t", "Ａ", "?!", "assistant"]
+WORDS = [
+    "hello",
+    " world",
+    "  two",
+    "\n",
+    "\n\n",
+    "a",
+    "é",
+    "e\u0301",
+    " ",
+    "<x>",
+    "ab",
+    "\t",
+    "Ａ",
+    "?!",
+    "assistant",
+]
 SPECIAL = ["<|s|>", "<|e|>", "<x>"]
 
 
@@ -47,17 +63,24 @@ def words(_: str) -> Tokenizer:
     return tokenizer
 
 
-KINDS = [(byte_level, ""), (prefix_space, ""), *((metaspace, scheme) for scheme in ("first", "always", "never"))]
+KINDS = [
+    (byte_level, ""),
+    (prefix_space, ""),
+    *((metaspace, scheme) for scheme in ("first", "always", "never")),
+]
 KINDS += [(sentencepiece, ""), (words, "")]
 
 
 def trained(make: Callable[[str], Tokenizer], scheme: str, **mark: bool) -> PreTrainedTokenizerFast:
     tokenizer = make(scheme)
-    trainer = trainers.WordPieceTrainer if isinstance(tokenizer.model, models.WordPiece) else trainers.BpeTrainer
+    trainer = (
+        trainers.WordPieceTrainer if isinstance(tokenizer.model, models.WordPiece) else trainers.BpeTrainer
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet() if make in (byte_level, prefix_space) else []
     texts = ["".join(WORDS), "hello world hello world ab ab", "assistant\nhello\n\n two"]
     tokenizer.train_from_iterator(
-        texts, trainer(vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainer(vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False),
     )
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     made.add_tokens([AddedToken(name, special=True, **mark) for name in SPECIAL])

@@ -39,7 +39,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, *examples: Example) -> list[tuple
     for encoded in Encoder(tokenizer).encode(examples):
         assert len(encoded.ids) == len(encoded.trained)
         ids += encoded.ids.tolist()
-        trained += [token for token, bit in zip(encoded.ids.tolist(), encoded.trained.tolist(), strict=True) if bit]
+        trained += [
+            token for token, bit in zip(encoded.ids.tolist(), encoded.trained.tolist(), strict=True) if bit
+        ]
         if encoded.ends:
             documents.append((tokenizer.decode(ids), tokenizer.decode(trained)))
             ids, trained = [], []
@@ -70,7 +72,9 @@ def test_no_eos() -> None:
 PIECES = ["The", "quick fox", " ", "\n", "  \n", "\t", "é", "字字字", "x" * 40, "12345."]
 
 
-@pytest.mark.parametrize("normalizer", [None, normalizers.Prepend(" ")])  # of Llama 2: a space before every text
+@pytest.mark.parametrize(
+    "normalizer", [None, normalizers.Prepend(" ")]
+)  # of Llama 2: a space before every text
 @settings(max_examples=40)
 @given(words=st.lists(st.sampled_from(PIECES), max_size=80))
 def test_a_text_in_segments_has_the_tokens_of_the_whole(normalizer: Any, words: list[str]) -> None:
@@ -88,8 +92,12 @@ def test_a_text_in_segments_has_the_tokens_of_the_whole(normalizer: Any, words: 
 def test_a_text_without_a_clean_cut_is_tokenized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer whose tokens hold several words, as one without a pre-tokenizer has."""
     tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False
+    )
     tokenizer.backend_tokenizer.train_from_iterator(["a b " * 50] * 9, trainer)
     monkeypatch.setattr("common.data.encode.SEGMENT_CHARACTERS", 64)
     text = "a b " * 50
@@ -167,7 +175,11 @@ def test_shapes_may_be_mixed_in_a_file(tokenizer: PreTrainedTokenizerFast) -> No
         {"messages": None, "prompt": "B", "completion": None, "text": None},
         {"text": "D"},
     ]
-    assert [trained for _, trained in encode_records(tokenizer, *records)] == ["<s>A</s>", "C</s>", "<s>D</s>"]
+    assert [trained for _, trained in encode_records(tokenizer, *records)] == [
+        "<s>A</s>",
+        "C</s>",
+        "<s>D</s>",
+    ]
 
 
 def rendered(messages: list[dict[str, str]]) -> str:
@@ -178,14 +190,19 @@ def rendered(messages: list[dict[str, str]]) -> str:
 def test_messages_that_end_with_the_user(template: str) -> None:
     tokenizer = make_tokenizer(template.replace("</s>", "<|turn|>"))
     [(whole, trained)] = encode_records(tokenizer, {"messages": CONVERSATION[:4]})
-    assert whole.endswith("Thank you!<|turn|>\n"), "a conversation is what its template writes, without another EOS"
+    assert whole.endswith("Thank you!<|turn|>\n"), (
+        "a conversation is what its template writes, without another EOS"
+    )
     assert trained.rstrip() == "Paris.<|turn|>"
 
 
 def test_template_that_rewrites_earlier_turns() -> None:
     tokenizer = make_tokenizer(REWRITING_TEMPLATE)
     documents = encode_records(tokenizer, {"messages": CONVERSATION})
-    assert [trained for _, trained in documents] == ["(thinks) Paris.</s>\n", "(thinks) The quick brown fox.</s>\n"]
+    assert [trained for _, trained in documents] == [
+        "(thinks) Paris.</s>\n",
+        "(thinks) The quick brown fox.</s>\n",
+    ]
     assert documents[0][0] == rendered(CONVERSATION[:3]).replace("Paris", "(thinks) Paris")
     assert documents[1][0] == rendered(CONVERSATION).replace("The quick", "(thinks) The quick")
     # One turn of the assistant is one document, as ever.
@@ -216,7 +233,9 @@ def test_keys_of_other_records_do_not_reach_the_template(tmp_path: Path) -> None
         assert sorted(second.split(";")) == ["", "content=B", "name=n", "role=assistant"]
 
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}
+]
 TOOL_TEMPLATE = (
     "{% if tools %}<|turn|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
     "{% if documents %}{% for d in documents %}{{ d['text'] }}\n{% endfor %}{% endif %}"
@@ -241,7 +260,12 @@ def calls(arguments: Any) -> list[dict[str, Any]]:
 def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
     """Arguments are an object or, as in OpenAI's format, a string of JSON."""
     tokenizer = make_tokenizer(TOOL_TEMPLATE)
-    record = {"messages": calls(arguments), "tools": tools, "documents": [], "chat_template_kwargs": {"style": "!"}}
+    record = {
+        "messages": calls(arguments),
+        "tools": tools,
+        "documents": [],
+        "chat_template_kwargs": {"style": "!"},
+    }
     expected = (
         f"<|turn|>tools\n{json.dumps(TOOLS[0])}\n<|turn|>user\nIn Paris?!</s>\n<|turn|>assistant\n"
         'weather({"city": "Paris", "day": null})!</s>\n<|turn|>tool\nsunny!</s>\n<|turn|>assistant\nIt is sunny.!</s>\n'
@@ -250,7 +274,12 @@ def test_tools_and_calls_reach_the_template(arguments: Any, tools: Any) -> None:
     assert encode_records(tokenizer, record) == [(expected, answers)]
     [example] = Encoder(tokenizer).encode(examples_of_records(numbered([record])))
     assert example.ids.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
-    split = {**record, "messages": None, "prompt": record["messages"][:3], "completion": record["messages"][3:]}
+    split = {
+        **record,
+        "messages": None,
+        "prompt": record["messages"][:3],
+        "completion": record["messages"][3:],
+    }
     assert encode_records(tokenizer, split) == [(expected, "It is sunny.!</s>\n")]
     marked = make_tokenizer(
         TOOL_TEMPLATE.replace("{% if m['content'] is", "{% generation %}{% if m['content'] is").replace(
@@ -287,7 +316,9 @@ def test_a_template_that_takes_arguments_as_text_alone_gets_text(arguments: Any,
 
 def test_documents_reach_the_template() -> None:
     tokenizer = make_tokenizer(TOOL_TEMPLATE)
-    [(whole, _)] = encode_records(tokenizer, {"messages": CONVERSATION[1:3], "documents": [{"text": "A fact."}]})
+    [(whole, _)] = encode_records(
+        tokenizer, {"messages": CONVERSATION[1:3], "documents": [{"text": "A fact."}]}
+    )
     assert whole == "A fact.\n" + rendered(CONVERSATION[1:3]).removeprefix("<s>")
 
 
@@ -298,9 +329,13 @@ def test_content_in_parts_as_the_template_takes_it() -> None:
     chat = [CONVERSATION[1], {"role": "assistant", "content": parts}]
     for template in (PLAIN_TEMPLATE, adding):
         tokenizer = make_tokenizer(template)
-        assert encode_records(tokenizer, {"messages": chat}) == [(rendered(CONVERSATION[1:3]), "Paris.</s>\n")]
+        assert encode_records(tokenizer, {"messages": chat}) == [
+            (rendered(CONVERSATION[1:3]), "Paris.</s>\n")
+        ]
         with pytest.raises(UserError, match=r"line 1: content has a part .*image.* takes text only"):
-            encode_records(tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]})
+            encode_records(
+                tokenizer, {"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATION[2]]}
+            )
     taking = "{% for m in messages %}{% for p in m['content'] %}[{{ p['text'] }}]{% endfor %}{% endfor %}"
     [(whole, _)] = encode_records(make_tokenizer(taking), {"messages": chat[1:]})
     assert whole == "[Paris.]"
@@ -338,7 +373,9 @@ def test_weights_in_completions_and_conversations_without_any_loss(template: str
     record = {"prompt": messages[:2], "completion": messages[2:]}
     [(whole, trained)] = encode_records(tokenizer, record)
     assert whole == rendered(CONVERSATION) and trained.endswith("The quick brown fox.</s>\n")
-    assert "Paris" not in trained and "Thank you!" not in trained, "a user's turn carries no loss, in a completion too"
+    assert "Paris" not in trained and "Thank you!" not in trained, (
+        "a user's turn carries no loss, in a completion too"
+    )
     assert encode_records(tokenizer, {"messages": weighted(0, 0)}) == []
 
 
@@ -396,6 +433,8 @@ def test_answers_that_nothing_ends_are_counted_and_said() -> None:
             list(encoder.encode(examples_of_records([record])))
         assert fitter.endless.records == endless
         told = [
-            line for line in fitter.changes() if line.startswith("without an end: 2 records; first data.jsonl, line 1")
+            line
+            for line in fitter.changes()
+            if line.startswith("without an end: 2 records; first data.jsonl, line 1")
         ]
         assert len(told) == (endless > 0)

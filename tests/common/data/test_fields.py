@@ -37,5 +37,7 @@ def test_lists_and_objects_as_text() -> None:
         ("a", "a"),
     ]:
         assert structured({"messages": value}, "messages", "") == expected
-    with pytest.raises(UserError, match=r"a.csv, line 2: 'messages' is text that is not JSON \(.*\): \[\{'role'"):
+    with pytest.raises(
+        UserError, match=r"a.csv, line 2: 'messages' is text that is not JSON \(.*\): \[\{'role'"
+    ):
         structured({"messages": "[{'role': 'user'}]"}, "messages", "a.csv, line 2")

@@ -23,7 +23,16 @@ def found_in(directory: Path, split: str = "") -> list[str]:
 
 
 def test_directories(tmp_path: Path) -> None:
-    touch(tmp_path, "b.jsonl", "a.TXT", "sub/c.csv", "README.md", ".hidden/x.jsonl", ".x.jsonl", "sub/deep/a.parquet")
+    touch(
+        tmp_path,
+        "b.jsonl",
+        "a.TXT",
+        "sub/c.csv",
+        "README.md",
+        ".hidden/x.jsonl",
+        ".x.jsonl",
+        "sub/deep/a.parquet",
+    )
     assert found_in(tmp_path) == ["a.TXT", "b.jsonl", "sub/c.csv", "sub/deep/a.parquet"]
     assert find_files((str(tmp_path / "b.jsonl"),)) == [tmp_path / "b.jsonl"]
 
@@ -83,7 +92,9 @@ def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
     records = [{"text": f"document {number}", "n": None if number else 1} for number in range(600)]
     data = datasets.Dataset.from_list(records)
     data.save_to_disk(tmp_path / "one", num_shards=2)
-    shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-abc.arrow")  # as map leaves
+    shutil.copy(
+        tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-abc.arrow"
+    )  # as map leaves
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "several")
     datasets.DatasetDict({"a": data, "b": data}).save_to_disk(tmp_path / "others")
     data.save_to_disk(tmp_path / "sets" / "x")
@@ -97,21 +108,29 @@ def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_of_what_save_to_disk_left_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"text": str(number)} for number in range(9)]).save_to_disk(tmp_path, num_shards=3)
+    datasets.Dataset.from_list([{"text": str(number)} for number in range(9)]).save_to_disk(
+        tmp_path, num_shards=3
+    )
     (tmp_path / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(UserError, match=r"data-00001-of-00003\.arrow is missing, which state\.json lists"):
         find_files((str(tmp_path),))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("header", ["", "---\nconfigs:\n- {config_name: default, data_files: '*.csv'}\n---\n"])
-def test_a_missing_file_of_those_that_count_themselves_is_named(tmp_path: Path, first: int, header: str) -> None:
+@pytest.mark.parametrize(
+    "header", ["", "---\nconfigs:\n- {config_name: default, data_files: '*.csv'}\n---\n"]
+)
+def test_a_missing_file_of_those_that_count_themselves_is_named(
+    tmp_path: Path, first: int, header: str
+) -> None:
     names = [f"train-{number:05}-of-00003.csv" for number in range(first, first + 3)]
     touch(tmp_path, *names, "train-00000-of-00001.csv", "train-1-of-9.csv")
     (tmp_path / "README.md").write_text(header)
     assert set(names) < set(found_in(tmp_path))
     (tmp_path / names[1]).rename(tmp_path / f"{names[1]}.part")
-    with pytest.raises(UserError, match=rf"train-0000{first + 1}-of-00003 is missing, 1 file of 3 in all: fetch it"):
+    with pytest.raises(
+        UserError, match=rf"train-0000{first + 1}-of-00003 is missing, 1 file of 3 in all: fetch it"
+    ):
         find_files((str(tmp_path),))
     assert len(find_files((str(tmp_path / names[0]), str(tmp_path / names[2])))) == 2
 
@@ -135,7 +154,11 @@ def test_a_file_of_a_name_that_datasets_uses_is_data_where_it_stands_alone(tmp_p
 
 def test_what_datasets_has_made_of_files_is_not_read_with_them(tmp_path: Path) -> None:
     """``map`` keeps its result in the directory of a data set that was loaded from disk."""
-    names = ["data-00000-of-00001.arrow", "cache-2b45ddac336e0d7a.arrow", "cache-2b45ddac336e0d7a_00001_of_00002.arrow"]
+    names = [
+        "data-00000-of-00001.arrow",
+        "cache-2b45ddac336e0d7a.arrow",
+        "cache-2b45ddac336e0d7a_00001_of_00002.arrow",
+    ]
     data, *made = (tmp_path / name for name in names)
     for file in (data, *made):
         file.write_text("x")

@@ -36,7 +36,9 @@ Document = tuple[list[int], list[bool]]
 
 def fit(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], fitting: RowFitter) -> list[Document]:
     examples = examples_of_records([DataRecord(record, Path("chats.jsonl"), "line 1")])
-    return [(part.ids.tolist(), part.trained.tolist()) for part in Encoder(tokenizer, fitting).encode(examples)]
+    return [
+        (part.ids.tolist(), part.trained.tolist()) for part in Encoder(tokenizer, fitting).encode(examples)
+    ]
 
 
 def plainly(
@@ -57,7 +59,9 @@ def plainly(
         )
         for first, last in answers
     ]
-    trained = [any(start <= position < stop for start, stop in places) for position in range(len(out["input_ids"]))]
+    trained = [
+        any(start <= position < stop for start, stop in places) for position in range(len(out["input_ids"]))
+    ]
     return (list(out["input_ids"]), trained), places
 
 
@@ -68,7 +72,9 @@ def test_a_long_conversation_keeps_its_beginning_up_to_an_answer(
 ) -> None:
     tokenizer = make_tokenizer(template)
     (ids, trained), answers = plainly(tokenizer, messages, closing)
-    behind = len(closing) - len("</s>\n")  # the line break behind an answer belongs to its turn, trained on or not
+    behind = len(closing) - len(
+        "</s>\n"
+    )  # the line break behind an answer belongs to its turn, trained on or not
     ends = [stop - behind for _, stop in answers]
     kept = set()
     for seq_len in range(2, len(ids) + 3):
@@ -139,7 +145,9 @@ def test_a_long_completion_loses_its_end_and_never_its_prompt(bos: bool) -> None
             expected = [(ids[:seq_len], trained[:seq_len])] if any(trained[:seq_len]) else []
             assert fit(tokenizer, record, cut) == expected
             assert fit(tokenizer, record, dropped) == ([(ids, trained)] if seq_len == len(ids) else [])
-            assert cut.cut.records + cut.left_out.records == dropped.left_out.records == int(seq_len < len(ids))
+            assert (
+                cut.cut.records + cut.left_out.records == dropped.left_out.records == int(seq_len < len(ids))
+            )
 
 
 def test_a_completion_of_several_messages_is_cut_between_them() -> None:
@@ -149,7 +157,9 @@ def test_a_completion_of_several_messages_is_cut_between_them() -> None:
     whole, spans = plainly(tokenizer, CONVERSATION, "</s>\n")
     assert (ids, trained) == whole, "its user's turns carry no loss"
     ends = [stop for _, stop in spans]
-    lead = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    lead = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     for seq_len in range(len(lead) + 1, len(ids) + 1):
         stop = max((end for end in ends if end <= seq_len), default=seq_len)
         assert fit(tokenizer, record, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
@@ -159,7 +169,9 @@ def test_plain_texts_continue_in_the_next_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     text = "The quick brown fox jumps over the lazy dog. " * 5
     records = [{"text": text}, {"prompt": "", "completion": text}, {"prompt": None, "completion": text}]
-    batches = open_data(DataConfig((write_records(tmp_path / "a.jsonl", records),), 16, 1), tokenizer, tmp_path / "c")
+    batches = open_data(
+        DataConfig((write_records(tmp_path / "a.jsonl", records),), 16, 1), tokenizer, tmp_path / "c"
+    )
     assert batches.tokens == 3 * len([*tokenizer(text)["input_ids"], 2])
     assert "cut" not in batches.description and "left out" not in batches.description
 
@@ -186,16 +198,28 @@ def test_what_is_not_as_written_is_reported_with_the_first_line(tmp_path: Path) 
         counts, cut, long, untrained, prompts = batches.description.split("\n")
         lost = 2 * (len(ids) - answers[1][1])
         assert counts.startswith("3 documents from 1 file")
-        assert cut.startswith(f"cut: 2 records, {lost} tokens; first {file}, line 5; longer than a row of {seq_len}")
-        assert long.startswith(f"left out: 1 record, {len(lead)} tokens; first {file}, line 9; longer than a row")
-        assert untrained.startswith(f"left out: 1 record, {len(user)} tokens; first {file}, line 3; no completion")
+        assert cut.startswith(
+            f"cut: 2 records, {lost} tokens; first {file}, line 5; longer than a row of {seq_len}"
+        )
+        assert long.startswith(
+            f"left out: 1 record, {len(lead)} tokens; first {file}, line 9; longer than a row"
+        )
+        assert untrained.startswith(
+            f"left out: 1 record, {len(user)} tokens; first {file}, line 3; no completion"
+        )
         rows = [row for step in range(batches.rows) for row in batches.batch(step)["input_ids"].tolist()]
         assert all(row[0] == tokenizer.bos_token_id for row in rows), "a row begins in the middle of a prompt"
         dropping = DataConfig((str(file),), seq_len, 1, truncate=False)
-        assert prompts.startswith(f"prompts: 1 record; first {file}, line 9; texts, without the chat template")
-        counts, long, untrained, _ = open_data(dropping, tokenizer, tmp_path / "cache").description.split("\n")
+        assert prompts.startswith(
+            f"prompts: 1 record; first {file}, line 9; texts, without the chat template"
+        )
+        counts, long, untrained, _ = open_data(dropping, tokenizer, tmp_path / "cache").description.split(
+            "\n"
+        )
         assert counts.startswith("1 document from 1 file")
-        assert long.startswith(f"left out: 3 records, {2 * len(ids) + len(lead)} tokens; first {file}, line 5; longer")
+        assert long.startswith(
+            f"left out: 3 records, {2 * len(ids) + len(lead)} tokens; first {file}, line 5; longer"
+        )
     assert len(list((tmp_path / "cache").iterdir())) == 2, "one file with, one without"
 
 
@@ -204,13 +228,20 @@ def test_nothing_fits(tmp_path: Path) -> None:
         UserError, match=r"no token to train on .*left out: 1 record, \d+ tokens; first .*jsonl, line 1"
     ):
         opened(tmp_path, [{"messages": CONVERSATION}], 12)
-    with pytest.raises(UserError, match=r"longer than a row of 30 tokens \(truncate=False; truncate=True keeps"):
+    with pytest.raises(
+        UserError, match=r"longer than a row of 30 tokens \(truncate=False; truncate=True keeps"
+    ):
         opened(tmp_path, [{"messages": CONVERSATION}], 30, truncate=False)
 
 
 def test_long_names_of_files_fit_into_the_header(tmp_path: Path) -> None:
     header = Counts(
-        seq_len=8, files=10**9, documents=10**15, tokens=10**15, trainable_tokens=10**15, skipped_tokens=10**15
+        seq_len=8,
+        files=10**9,
+        documents=10**15,
+        tokens=10**15,
+        trainable_tokens=10**15,
+        skipped_tokens=10**15,
     )
     for tally in (header.cut, header.left_out, header.untrained):
         tally.add(10**15, "/" + "\U0001f43a" * 1000 + "/chats.jsonl, line 1000000000")
@@ -231,20 +262,29 @@ def test_of_a_template_that_marks_and_rewrites_turns_the_marks_say_where_to_cut(
     tokenizer = make_tokenizer(marking)
     [(ids, trained)] = fit(tokenizer, {"messages": CONVERSATION}, RowFitter())
     closed = [
-        position + 1 for position, token in enumerate(ids) if token == tokenizer.eos_token_id and trained[position]
+        position + 1
+        for position, token in enumerate(ids)
+        if token == tokenizer.eos_token_id and trained[position]
     ]
     assert len(closed) == 3 and tokenizer.decode(ids).count("(thinks)") == 1
     for seq_len in range(closed[0], len(ids)):
         stop = max(end for end in closed if end <= seq_len)
-        assert fit(tokenizer, {"messages": CONVERSATION}, RowFitter(seq_len)) == [(ids[:stop], trained[:stop])]
+        assert fit(tokenizer, {"messages": CONVERSATION}, RowFitter(seq_len)) == [
+            (ids[:stop], trained[:stop])
+        ]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("template", ["<s> $A </s>", "$A </s>", "<s> $A"])
-def test_a_text_of_a_class_is_cut_as_transformers_truncates_it(template: str, side: str, tmp_path: Path) -> None:
+def test_a_text_of_a_class_is_cut_as_transformers_truncates_it(
+    template: str, side: str, tmp_path: Path
+) -> None:
     """What the tokenizer puts around a text stays: a head often reads the last token."""
     tokenizer = make_tokenizer()
-    special = [("<s>", tokenizer.convert_tokens_to_ids("<s>")), ("</s>", tokenizer.convert_tokens_to_ids("</s>"))]
+    special = [
+        ("<s>", tokenizer.convert_tokens_to_ids("<s>")),
+        ("</s>", tokenizer.convert_tokens_to_ids("</s>")),
+    ]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
     tokenizer.truncation_side = side
     texts = ["The quick brown fox jumps over the lazy dog. " * 5, "The dog."]

@@ -11,7 +11,8 @@ from common.data.files import find_files
 from common.errors import UserError
 
 CONFIGURED = (
-    "---\nconfigs:\n- config_name: a\n  data_files: train.jsonl\n- config_name: b\n  data_files: test.jsonl\n---\n"
+    "---\nconfigs:\n- config_name: a\n  data_files: train.jsonl\n"
+    "- config_name: b\n  data_files: test.jsonl\n---\n"
 )
 
 
@@ -43,7 +44,9 @@ def test_files_of_a_split(snapshot: Path) -> None:
     assert find_files(("me/facts:b:train",)) == [snapshot / "test.jsonl"]
 
 
-def test_a_file_of_that_name_comes_first_and_what_is_nowhere_is_rejected(snapshot: Path, tmp_path: Path) -> None:
+def test_a_file_of_that_name_comes_first_and_what_is_nowhere_is_rejected(
+    snapshot: Path, tmp_path: Path
+) -> None:
     (tmp_path / "me").mkdir()
     (tmp_path / "me" / "facts").mkdir()
     (tmp_path / "me" / "facts" / "own.txt").write_text("mine")

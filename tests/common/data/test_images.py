@@ -23,7 +23,9 @@ from tests.common.data.processors import REWRITING_TEMPLATE, TEMPLATE, chat, dra
 ASK = {"type": "text", "text": "What is the capital of France?"}
 
 
-def opened(files: Sequence[Path], folder: Path, seq_len: int = 128, template: str | None = None) -> ImageBatches:
+def opened(
+    files: Sequence[Path], folder: Path, seq_len: int = 128, template: str | None = None
+) -> ImageBatches:
     processor = make_processor() if template is None else make_processor(template)
     config = DataConfig(tuple(map(str, files)), seq_len, 2, shuffle=False)
     return open_image_data(config, processor, folder / "cache")
@@ -56,7 +58,10 @@ def test_all_ways_of_putting_an_image_give_the_same_conversation(tmp_path: Path)
         assert has_images(record) and images_of(record, tmp_path) == expected
     record = chat([{"type": "image_url", "image_url": {"url": url}}, ASK], "Paris")
     assert images_of(record, tmp_path)[0]["content"][0] == {"type": "image", "url": url}
-    record = {**chat("<image>" + ASK["text"], "Paris"), "images": [{"bytes": path.read_bytes(), "path": None}]}
+    record = {
+        **chat("<image>" + ASK["text"], "Paris"),
+        "images": [{"bytes": path.read_bytes(), "path": None}],
+    }
     embedded = images_of(record, tmp_path)[0]["content"][0]["url"]
     assert base64.b64decode(embedded.partition(",")[2]) == path.read_bytes()
 
@@ -105,10 +110,19 @@ def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
         {"conversations": plain},
     ]
     batches = opened([write(tmp_path / "data.jsonl", *records)], tmp_path)
-    tokenizer, rows = make_processor().tokenizer, [row for step in range(3) for row in batches.batch(step)["input_ids"]]
-    first, second, third, fourth, last = (tokenizer.decode(row[row != tokenizer.pad_token_id]) for row in rows[:5])
+    tokenizer, rows = (
+        make_processor().tokenizer,
+        [row for step in range(3) for row in batches.batch(step)["input_ids"]],
+    )
+    first, second, third, fourth, last = (
+        tokenizer.decode(row[row != tokenizer.pad_token_id]) for row in rows[:5]
+    )
     assert first == second == third.replace("<s>", "<s><|turn|>system\nBe kind.</s>\n", 1)
-    assert third == fourth and "<img>" in third and third.endswith("What is it?</s>\n<|turn|>assistant\nA cat.</s>\n")
+    assert (
+        third == fourth
+        and "<img>" in third
+        and third.endswith("What is it?</s>\n<|turn|>assistant\nA cat.</s>\n")
+    )
     assert last == "<s><|turn|>user\nWho?</s>\n<|turn|>assistant\nA cat.</s>\n"
     for wrong, match in (
         ({"text": "hello", "images": ["0.png"]}, "line 1 is not a conversation"),
@@ -121,7 +135,10 @@ def test_every_layout_of_conversations_may_hold_images(tmp_path: Path) -> None:
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
-    data, processor = write(tmp_path / "a.jsonl", chat([{"type": "image", "path": "0.png"}], "<eoi>")), make_processor()
+    data, processor = (
+        write(tmp_path / "a.jsonl", chat([{"type": "image", "path": "0.png"}], "<eoi>")),
+        make_processor(),
+    )
     size = processor.tokenizer.convert_tokens_to_ids("<eoi>")
     config = DataConfig((str(data),), 64, 1, vocab_size=size)
     with pytest.raises(UserError, match=rf"line 1: '<eoi>' is token {size}, and the model knows"):
@@ -133,7 +150,10 @@ def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) 
         draw(tmp_path / f"{number}.png", number)
     first = chat([{"type": "image", "path": "0.png"}, ASK], "Paris")
     second = chat(
-        [{"type": "image", "path": "1.png"}, {"type": "image", "path": "2.png"}, ASK], "Paris Paris", "?", "Yes"
+        [{"type": "image", "path": "1.png"}, {"type": "image", "path": "2.png"}, ASK],
+        "Paris Paris",
+        "?",
+        "Yes",
     )
     data = write(tmp_path / "data.jsonl", first, chat("Thank you!", "The lazy dog"), second)
     batches = opened([data], tmp_path)
@@ -149,7 +169,10 @@ def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) 
         trained = processor.tokenizer.decode(labels[labels != -100])
         assert trained == "".join(f"{turn}</s>\n" for turn in turns)
         assert torch.equal(labels[labels != -100], ids[labels != -100])
-        assert not mask[int(mask.sum()) :].any() and (ids[int(mask.sum()) :] == processor.tokenizer.pad_token_id).all()
+        assert (
+            not mask[int(mask.sum()) :].any()
+            and (ids[int(mask.sum()) :] == processor.tokenizer.pad_token_id).all()
+        )
     images = int((batch["input_ids"][0] == processor.tokenizer.image_token_id).sum())
     assert images == 8 and int(batch["token_type_ids"][0].sum()) == 8
     assert "3 conversations with 3 images" in batches.description
@@ -158,7 +181,9 @@ def test_rows_are_what_the_processor_makes_of_each_conversation(tmp_path: Path) 
 
 def test_a_turn_that_is_rendered_again_makes_a_separate_row(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
-    data = write(tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris", "Sure?", "Yes"))
+    data = write(
+        tmp_path / "data.jsonl", chat([{"type": "image", "path": "0.png"}, ASK], "Paris", "Sure?", "Yes")
+    )
     batches = opened([data], tmp_path, template=REWRITING_TEMPLATE)
     assert batches.rows == 2
     batch, tokenizer = batches.batch(0), make_processor().tokenizer
@@ -170,12 +195,16 @@ def test_a_turn_that_is_rendered_again_makes_a_separate_row(tmp_path: Path) -> N
 def test_what_does_not_fit_is_left_out_and_counted(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
     image = {"type": "image", "path": "0.png"}
-    data = write(tmp_path / "data.jsonl", chat([image], "yes"), chat([image], "long " * 40), chat([image, ASK]))
+    data = write(
+        tmp_path / "data.jsonl", chat([image], "yes"), chat([image], "long " * 40), chat([image, ASK])
+    )
     batches = opened([data], tmp_path, seq_len=64)
     assert batches.rows == 1
     assert f"first {data}, line 2; longer than a row" in batches.description
     assert f"first {data}, line 3; no completion, output or message of the assistant" in batches.description
-    with pytest.raises(UserError, match=r"no token to train on in .*left out: 1 record, .*longer than a row of 8"):
+    with pytest.raises(
+        UserError, match=r"no token to train on in .*left out: 1 record, .*longer than a row of 8"
+    ):
         opened([write(tmp_path / "long.jsonl", chat([image], "yes"))], tmp_path, seq_len=8)
     assert [file.suffix for file in (tmp_path / "cache").iterdir() if file.suffix in (".lines", ".tmp")] == []
 
@@ -190,7 +219,9 @@ def test_prepared_data_are_used_again_and_checked(tmp_path: Path) -> None:
     assert (again.digest, index.stat().st_mtime_ns) == (digest, written)
     content = picture.read_bytes()
     picture.write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"line 1: the image .*0.png has changed since the data were prepared"):
+    with pytest.raises(
+        UserError, match=r"line 1: the image .*0.png has changed since the data were prepared"
+    ):
         again.batch(0)
     picture.write_bytes(content)
     assert opened([data], tmp_path).digest == digest
@@ -234,13 +265,20 @@ def test_images_that_changed_are_other_data(tmp_path: Path) -> None:
 
 def test_files_with_images_are_distinguished_from_others(tmp_path: Path) -> None:
     draw(tmp_path / "0.png", 0)
-    with_image = write(tmp_path / "with.jsonl", chat("no", "x"), chat([{"type": "image", "path": "0.png"}], "x"))
+    with_image = write(
+        tmp_path / "with.jsonl", chat("no", "x"), chat([{"type": "image", "path": "0.png"}], "x")
+    )
     without = write(tmp_path / "without.jsonl", {"text": 'the word "image" alone'}, chat("hello", "x"))
     table = pa.Table.from_pylist([{**chat("<image>", "x"), "images": [{"bytes": b"1", "path": None}]}])
     pq.write_table(table, tmp_path / "with.parquet")
     pq.write_table(pa.Table.from_pylist([chat("hello", "x")]), tmp_path / "without.parquet")
     (tmp_path / "list.json").write_text(json.dumps([{**chat("<image>", "x"), "images": ["0.png"]}]))
-    for name, found in {"with.jsonl": True, "with.parquet": True, "list.json": True, "without.parquet": False}.items():
+    for name, found in {
+        "with.jsonl": True,
+        "with.parquet": True,
+        "list.json": True,
+        "without.parquet": False,
+    }.items():
         assert any_images((str(tmp_path / name),)) is found, name
     assert not any_images((str(without),))
     assert any_images((str(without), str(with_image)))
@@ -266,7 +304,9 @@ def test_tools_reach_the_template_and_unknown_roles_are_rejected(tmp_path: Path)
     assert "1look" in with_tools and "1look" not in plain
     wrong = chat([image], "yes")
     wrong["messages"][1]["role"] = "gtp"
-    with pytest.raises(UserError, match=r"line 1: turn 2 of 'messages' has the role 'gtp'.* Did you mean 'gpt'"):
+    with pytest.raises(
+        UserError, match=r"line 1: turn 2 of 'messages' has the role 'gtp'.* Did you mean 'gpt'"
+    ):
         opened([write(tmp_path / "wrong.jsonl", wrong)], tmp_path)
 
 
@@ -293,7 +333,11 @@ def test_turns_of_weight_0_are_not_trained_on(tmp_path: Path) -> None:
 
 def test_images_of_an_answer_carry_no_loss(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", 0)
-    answer = [{"type": "text", "text": "Here: "}, {"type": "image", "path": "a.png"}, {"type": "text", "text": " done"}]
+    answer = [
+        {"type": "text", "text": "Here: "},
+        {"type": "image", "path": "a.png"},
+        {"type": "text", "text": " done"},
+    ]
     file = write(tmp_path / "chats.jsonl", chat("Draw a cat.", answer), chat("And a dog?", "No."))
     batches = opened([file], tmp_path)
     batch = batches.batch(0)
@@ -304,4 +348,6 @@ def test_images_of_an_answer_carry_no_loss(tmp_path: Path) -> None:
     (row,) = [row for row in range(2) if (batch["input_ids"][row] == image).any()]
     ids = batch["input_ids"][row]
     last = int((ids == image).nonzero().max())
-    assert (batch["labels"][row, last + 1 :] == ids[last + 1 :])[batch["attention_mask"][row, last + 1 :] == 1].all()
+    assert (batch["labels"][row, last + 1 :] == ids[last + 1 :])[
+        batch["attention_mask"][row, last + 1 :] == 1
+    ].all()

@@ -104,7 +104,9 @@ def test_of_conversations_one_of_which_continues_the_other_the_last_turn_is_the_
 
 
 @pytest.mark.parametrize("template", [None, ALPACA])
-def test_instructions_are_alpacas_text_without_a_template_or_with_its(template: str | None, tmp_path: Path) -> None:
+def test_instructions_are_alpacas_text_without_a_template_or_with_its(
+    template: str | None, tmp_path: Path
+) -> None:
     record = {"instruction": "Say it.", "input": "fox", "output": "The fox"}
     [text] = read(record, template)
     assert text.endswith("### Instruction:\nSay it.\n\n### Input:\nfox\n\n### Response:\n«The fox</s>»")
@@ -131,7 +133,9 @@ def test_rewards_read_texts_to_their_end(tmp_path: Path) -> None:
     tokenizer, records = make_tokenizer(), [{"chosen": "the fox", "rejected": "a dog"}]
     records.append({"prompt": "", "chosen": "the fox", "rejected": "the dog"})
     file = write_records(tmp_path / "a.jsonl", records)
-    batches = open_data(DataConfig((file,), 32, 2, kind=pair_kind(classifies=True)), tokenizer, tmp_path / "cache")
+    batches = open_data(
+        DataConfig((file,), 32, 2, kind=pair_kind(classifies=True)), tokenizer, tmp_path / "cache"
+    )
     batch = batches.batch(0)
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(*map(batch.get, ("input_ids", "attention_mask")),
                                                                      strict=True)]  # type: ignore[arg-type]  # fmt: skip
@@ -147,9 +151,14 @@ def test_every_token_of_a_conversation_once() -> None:
 
 
 def test_a_chat_that_begins_with_the_assistant() -> None:
-    first = PLAIN_TEMPLATE.replace("{% for", "{% if messages[0]['role'] != 'system' %}default{% endif %}{% for", 1)
+    first = PLAIN_TEMPLATE.replace(
+        "{% for", "{% if messages[0]['role'] != 'system' %}default{% endif %}{% for", 1
+    )
     [text] = read({"messages": [ANSWER, ASK, BAD]}, first)
-    assert text == "<s>default<|turn|>assistant\n«Yes.</s>\n»<|turn|>user\nHi?</s>\n<|turn|>assistant\n«No.</s>\n»"
+    assert (
+        text
+        == "<s>default<|turn|>assistant\n«Yes.</s>\n»<|turn|>user\nHi?</s>\n<|turn|>assistant\n«No.</s>\n»"
+    )
 
 
 @pytest.mark.parametrize(("record", "words"), [
@@ -175,7 +184,9 @@ def test_what_the_template_leaves_out_is_an_error_or_counted(
         file = write_records(tmp_path / "a.jsonl", [{"messages": [ASK, ANSWER]}, record])
         config = DataConfig((file,), 64, 1, drop_unseen=True)
         said = open_data(config, make_tokenizer(PLAIN_TEMPLATE), tmp_path / "cache").description
-        assert said.startswith("1 document ") and f"left out: 1 record; first {file}, line 2; text that" in said
+        assert (
+            said.startswith("1 document ") and f"left out: 1 record; first {file}, line 2; text that" in said
+        )
 
 
 CLASSES = class_kind({"LABEL_0": 0, "LABEL_1": 1})
@@ -212,7 +223,9 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     file = write_records(tmp_path / "a.jsonl", [{"text": "fox"}, {"text": "fox <new>"}])
     tokenizer.add_tokens(["<new>"])
     size = len(tokenizer) - 1
-    with pytest.raises(UserError, match=rf"line 2: '<new>' is token {size}, and the model knows {size} tokens"):
+    with pytest.raises(
+        UserError, match=rf"line 2: '<new>' is token {size}, and the model knows {size} tokens"
+    ):
         open_data(DataConfig((file,), 32, 1, vocab_size=size), tokenizer, tmp_path)
     open_data(DataConfig((file,), 32, 1, vocab_size=size + 1), tokenizer, tmp_path)
 

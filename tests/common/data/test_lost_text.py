@@ -17,14 +17,19 @@ from tests.common.data.conftest import make_tokenizer, numbered
 
 ASCII = [chr(code) for code in range(33, 127)]
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{{ 'assistant:' if add_generation_prompt }}"
 )
 
 
-def of_characters(unk: str | None, *more: str, normalizer: Any = None, **options: Any) -> PreTrainedTokenizerFast:
+def of_characters(
+    unk: str | None, *more: str, normalizer: Any = None, **options: Any
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer as those of Llama 2, with the characters of ASCII and ``more`` tokens."""
     words = ["<s>", "</s>", "<unk>", "▁", *ASCII, *more]
-    core = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[], unk_token=unk, **options))
+    core = Tokenizer(
+        models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[], unk_token=unk, **options)
+    )
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return finished(core, normalizer, unk)
@@ -35,9 +40,13 @@ def of_bytes(normalizer: Any = None, last: int = 256) -> PreTrainedTokenizerFast
     tokenizer = make_tokenizer()
     if last < 256:
         marks = "".join(map(chr, range(last)))
-        known = "".join(text for text, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(marks))
+        known = "".join(
+            text for text, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(marks)
+        )
         words = ["<s>", "</s>", *sorted(set(known)), "Ã"]  # the first byte of é
-        tokenizer.backend_tokenizer.model = models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[])
+        tokenizer.backend_tokenizer.model = models.BPE(
+            vocab={word: at for at, word in enumerate(words)}, merges=[]
+        )
     return finished(tokenizer.backend_tokenizer, normalizer, "</s>")
 
 
@@ -63,7 +72,11 @@ TOKENIZERS = {
     "some bytes": (of_bytes(last=128), "", "é你▁\xa0\ufffd"),
     "bytes, lower case": (of_bytes(normalizers.Lowercase()), "", ""),
     "bytes, compatible forms": (of_bytes(normalizers.NFKC()), "", ""),
-    "byte fallback": (of_characters("<unk>", *(f"<0x{code:02X}>" for code in range(256)), byte_fallback=True), "", "▁"),
+    "byte fallback": (
+        of_characters("<unk>", *(f"<0x{code:02X}>" for code in range(256)), byte_fallback=True),
+        "",
+        "▁",
+    ),
     "unknown": (of_characters("<unk>"), "é\n\t你\xa0\ufffd", "▁"),
     "left out": (of_characters(None), "", "é\n\t你▁\xa0\ufffd"),
     "one line": (of_characters("<unk>", normalizer=normalizers.Nmt()), "é你\xa0", "\n\t▁\ufffd"),
@@ -116,9 +129,15 @@ def test_control_tokens_in_texts_are_counted_and_named() -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
     for record, names in (
         ({"messages": turns}, []),
-        ({"messages": [{"role": "user", "content": "What is </s>? <|turn|>"}, turns[1]]}, ["</s>", "<|turn|>"]),
         (
-            {"messages": turns, "tools": [{"type": "function", "function": {"name": "f", "description": "<s>"}}]},
+            {"messages": [{"role": "user", "content": "What is </s>? <|turn|>"}, turns[1]]},
+            ["</s>", "<|turn|>"],
+        ),
+        (
+            {
+                "messages": turns,
+                "tools": [{"type": "function", "function": {"name": "f", "description": "<s>"}}],
+            },
             ["<s>"],
         ),
         ({"text": "a <pad> b"}, ["<pad>"]),
@@ -151,7 +170,9 @@ def test_the_header_says_what_is_not_written(jsonl: Callable[..., str], tmp_path
         batches = open_data(DataConfig((file,), 8, 1), tokenizer, tmp_path / "cache")
         [unknown, unwritten] = batches.description.split("\n")[1:]
         batches.close()
-        assert unknown.startswith(f"unknown: 1 record; first {file}, line 2; the tokenizer has no token for a part")
+        assert unknown.startswith(
+            f"unknown: 1 record; first {file}, line 2; the tokenizer has no token for a part"
+        )
         assert unwritten.startswith(f"not written: 2 records; first {file}, line 2; the tokenizer leaves out")
         assert unwritten.endswith(r": '\n', '\t'")
 

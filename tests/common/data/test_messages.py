@@ -82,6 +82,8 @@ def test_content_that_is_no_text(content: Any) -> None:
 @pytest.mark.parametrize("arguments", [None, "", " ", "null", {}, "{}"])
 def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}
-    [message] = messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}], "messages", "line 1")
+    [message] = messages_of(
+        [{"role": "assistant", "content": "", "tool_calls": [call]}], "messages", "line 1"
+    )
     assert message["tool_calls"][0]["function"]["arguments"] in ({}, "{}")
     assert call["function"]["arguments"] is arguments

@@ -19,7 +19,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[PackedBatches]:
     opened = []
     for name, documents in (("a", 7), ("b", 40), ("c", 3)):
         file = folder / f"{name}.jsonl"
-        file.write_text("".join(f'{{"text": "{" ".join([name, str(number)] * 8)}"}}\n' for number in range(documents)))
+        file.write_text(
+            "".join(f'{{"text": "{" ".join([name, str(number)] * 8)}"}}\n' for number in range(documents))
+        )
         opened.append(open_data(DataConfig((str(file),), 16, 4, seed=3), tokenizer, folder / "cache"))
     return opened
 
@@ -49,7 +51,8 @@ def test_rows_come_by_weight_and_each_data_set_goes_through_its_epochs(
     seen = {tuple(row) for row in rows.tolist()}
     at = np.zeros(len(parts), dtype=int)
     rows_of_parts = [
-        torch.cat([part.batch(step)["input_ids"] for step in range(2 * BLOCK // 4)]).tolist() for part in parts
+        torch.cat([part.batch(step)["input_ids"] for step in range(2 * BLOCK // 4)]).tolist()
+        for part in parts
     ]  # the data sets alone, as far as they are drawn
     for row in rows.tolist():  # each row is the next one of some data set
         source = next(n for n, rows_of in enumerate(rows_of_parts) if rows_of[at[n]] == row)

@@ -16,7 +16,9 @@ from common.errors import UserError
 
 
 def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
-    made = pairs_of_records(DataRecord(one, Path("a.jsonl"), f"line {i + 1}") for i, one in enumerate(records))
+    made = pairs_of_records(
+        DataRecord(one, Path("a.jsonl"), f"line {i + 1}") for i, one in enumerate(records)
+    )
     return [item.examples for item in made]
 
 

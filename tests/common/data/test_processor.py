@@ -47,7 +47,8 @@ def test_images_need_no_torchvision(tmp_path: Path, kind: str, names_class: bool
     processor = load_processor(write_processor(tmp_path, kind, names_class))
     assert type(processor).__name__ == kind
     pictures = [
-        Image.open(draw(tmp_path / f"{seed}.png", seed, size)) for seed, size in ((1, (300, 200)), (2, (64, 640)))
+        Image.open(draw(tmp_path / f"{seed}.png", seed, size))
+        for seed, size in ((1, (300, 200)), (2, (64, 640)))
     ]
     marks = "".join(f"{MARKS[0]}{MARKS[2]}{MARKS[1]}" for _ in pictures)
     made = processor(images=pictures, text=[f"{marks} two pictures"], return_tensors="pt")
@@ -55,4 +56,6 @@ def test_images_need_no_torchvision(tmp_path: Path, kind: str, names_class: bool
     width = 3 * 2 * PUBLISHED[kind][1]["patch_size"] ** 2
     assert made["pixel_values"].shape == (int(patches.sum()), width)
     pad = processor.tokenizer.convert_tokens_to_ids(MARKS[2])
-    assert int((made["input_ids"] == pad).sum()) == int(patches.sum()) // 4  # four patches are merged into a token
+    assert (
+        int((made["input_ids"] == pad).sum()) == int(patches.sum()) // 4
+    )  # four patches are merged into a token

@@ -27,7 +27,9 @@ from tests.common.data.conftest import write_records
 RECORDS = [{"text": f"Text {i}, \"quoted\"\nand 'broken'", "more": str(i)} for i in range(10)]
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
            ".zst": lambda data: pa.Codec("zstd").compress(data, asbytes=True)}  # fmt: skip
-of_any_file = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+of_any_file = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -56,7 +58,10 @@ json_values = st.recursive(
 
 
 @of_any_file
-@given(st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=4), max_size=4), st.sampled_from([None, 1]))
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=4), max_size=4),
+    st.sampled_from([None, 1]),
+)
 def test_any_records_are_the_same_in_every_form_of_json(
     tmp_path: Path, records: list[dict[str, Any]], indent: int | None
 ) -> None:
@@ -96,14 +101,17 @@ def test_any_table_of_texts_is_the_same_in_csv(
     tmp_path: Path, data: st.DataObject, width: int, extension: str, bom: bool
 ) -> None:
     names = [
-        f"{cell}{number}" for number, cell in enumerate(data.draw(st.lists(cells, min_size=width, max_size=width)))
+        f"{cell}{number}"
+        for number, cell in enumerate(data.draw(st.lists(cells, min_size=width, max_size=width)))
     ]
     if not bom:
         names[0] = names[0].lstrip("\ufeff")
     rows = data.draw(st.lists(st.lists(cells, min_size=width, max_size=width), max_size=4))
     text = io.StringIO()
     writer = csv.writer(
-        text, delimiter="," if extension == ".csv" else "\t", quoting=csv.QUOTE_ALL if bom else csv.QUOTE_MINIMAL
+        text,
+        delimiter="," if extension == ".csv" else "\t",
+        quoting=csv.QUOTE_ALL if bom else csv.QUOTE_MINIMAL,
     )
     writer.writerows([names, *rows])
     file = written(tmp_path / f"a{extension}", ("\ufeff" if bom else "") + text.getvalue())
@@ -133,9 +141,17 @@ def test_types_of_tables_are_the_files(tmp_path: Path) -> None:
     parsed = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"x": [1, null]}', None]))
     turns = pa.array([[{"role": "user", "name": None}], [{"role": "user", "name": "n"}]])
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2]), parsed)
-    table = pa.table({"day": [day, None], "raw": [b"a", b"b"], "json": parsed, "turns": turns, "nested": nested})
+    table = pa.table(
+        {"day": [day, None], "raw": [b"a", b"b"], "json": parsed, "turns": turns, "nested": nested}
+    )
     expected = [
-        {"day": day, "raw": b"a", "json": {"x": [1, None]}, "turns": [{"role": "user"}], "nested": [{"x": [1, None]}]},
+        {
+            "day": day,
+            "raw": b"a",
+            "json": {"x": [1, None]},
+            "turns": [{"role": "user"}],
+            "nested": [{"x": [1, None]}],
+        },
         {"day": None, "raw": b"b", "json": None, "turns": [{"role": "user", "name": "n"}], "nested": [None]},
     ]
     pq.write_table(table, tmp_path / "a.parquet")
@@ -290,6 +306,8 @@ def test_maps_of_tables_are_objects(tmp_path: Path) -> None:
     expected = {"arguments": {"city": "Rome", "day": None}, "names": [{"a": "b"}, {}]}
     pq.write_table(pa.table({"call": pa.array([values], kind)}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [{"call": expected}]
-    pq.write_table(pa.table({"call": pa.array([[("a", "1"), ("a", "2")]], texts)}), tmp_path / "twice.parquet")
+    pq.write_table(
+        pa.table({"call": pa.array([[("a", "1"), ("a", "2")]], texts)}), tmp_path / "twice.parquet"
+    )
     with pytest.raises(UserError, match=r"twice.parquet cannot be read: the key 'a' occurs twice"):
         read(tmp_path / "twice.parquet")

@@ -23,7 +23,9 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "TEXT_BYTES", 16 * KIB)
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".jsonl.gz", ".json.bz2", ".jsonl.xz", ".csv", ".tsv.gz", ".txt"])
+@pytest.mark.parametrize(
+    "kind", [".jsonl", ".json", ".jsonl.gz", ".json.bz2", ".jsonl.xz", ".csv", ".tsv.gz", ".txt"]
+)
 @pytest.mark.usefixtures("short_lines")
 def test_an_endless_line_is_named(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"data{kind}"
@@ -35,7 +37,9 @@ def test_an_endless_line_is_named(tmp_path: Path, kind: str) -> None:
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("row", ['"' + "a\n" * 50 * KIB, ",".join(['"a\n"'] * 50 * KIB)], ids=["field", "fields"])
+@pytest.mark.parametrize(
+    "row", ['"' + "a\n" * 50 * KIB, ",".join(['"a\n"'] * 50 * KIB)], ids=["field", "fields"]
+)
 @pytest.mark.usefixtures("short_lines")
 def test_an_endless_row_of_csv_is_named(tmp_path: Path, row: str) -> None:
     file = tmp_path / "data.csv"
@@ -63,7 +67,9 @@ def test_a_json_value_larger_than_memory_is_refused_while_it_is_read(
         list(read_records(file))
 
 
-def test_a_line_that_becomes_much_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_becomes_much_in_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(LINE + b'{"text": "a", "more": [' + b"1," * 600 * KIB + b"{}]}\n")
     monkeypatch.setattr(read, "_VALUE_MEMORY", 64 << 20)
@@ -83,7 +89,9 @@ def test_rows_of_a_table_that_become_much_in_memory_are_refused(
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000, pa.int32()), pa.array(["a" * (4 << 20)]))
     pq.write_table(pa.table({"text": texts}), file)
     assert file.stat().st_size < KIB * KIB
-    with pytest.raises(UserError, match=r"data\.parquet cannot be read: what follows takes more than 128 MiB"):
+    with pytest.raises(
+        UserError, match=r"data\.parquet cannot be read: what follows takes more than 128 MiB"
+    ):
         list(read_records(file))
 
 
@@ -98,7 +106,9 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
             list(read_records(path))
 
 
-@pytest.mark.parametrize("content", ["[7]", "null", '{"_data_files": [1]}', '{"_data_files": 7}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["[7]", "null", '{"_data_files": [1]}', '{"_data_files": 7}', "[" * 100_000]
+)
 def test_a_list_of_files_of_other_types_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(content)

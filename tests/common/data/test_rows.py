@@ -35,7 +35,9 @@ def test_images_of_several_sizes_are_filled_up_with_zeros_at_the_end() -> None:
 def test_what_cannot_be_split_is_rejected() -> None:
     batch = {"input_ids": torch.zeros(3, 4), "pixel_values": torch.zeros(7, 5)}
     assert take_rows(batch, 0, 3)["pixel_values"].shape == (7, 5)  # all rows at once: nothing to split
-    with pytest.raises(UserError, match=r"pixel_values \[7, 5\] cannot be split among 3 sequences, of which 2"):
+    with pytest.raises(
+        UserError, match=r"pixel_values \[7, 5\] cannot be split among 3 sequences, of which 2"
+    ):
         take_rows(batch, 0, 2)
     with pytest.raises(UserError, match="a list of 2 for 3 sequences"):
         take_rows({"input_ids": torch.zeros(3, 4), "pixel_values": [None, None]}, 0, 1)

@@ -91,7 +91,9 @@ def test_data_sets_apart_hold_out_what_they_hold_out_together(
 
 
 def test_a_split_of_too_few_records_is_rejected(files: Any) -> None:
-    with pytest.raises(UserError, match=r"split 0\.02 of 3 records leaves none to evaluate with\. Give another part"):
+    with pytest.raises(
+        UserError, match=r"split 0\.02 of 3 records leaves none to evaluate with\. Give another part"
+    ):
         both(files(3), 0.02)
     part = next(1 / size for size in range(2, 50) if RecordSelection(held_out=1 / size)._is_held_out(0))
     with pytest.raises(UserError, match="of 1 record leaves none to train on"):
@@ -111,7 +113,9 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     file.write_text('{"question": "a", "answer": "b", "prompt": "no", "id": 3}\n{"questions": 1}\n')
     records = selection.read([file])
     assert next(records).values == {"prompt": "a", "completion": "b", "id": 3}
-    with pytest.raises(UserError, match=r"f.jsonl, line 2 has no column 'question' .*Did you mean 'questions'"):
+    with pytest.raises(
+        UserError, match=r"f.jsonl, line 2 has no column 'question' .*Did you mean 'questions'"
+    ):
         next(records)
 
 
@@ -136,5 +140,7 @@ def test_selections_differ_in_what_prepared_data_depend_on() -> None:
         RecordSelection(), RecordSelection({"text": "a"}), RecordSelection(limit=1), RecordSelection(held_out=0.1),
         RecordSelection(held_out=0.1, takes_held_out=True), RecordSelection(files_of_sets=(1, 1)),
     ]  # fmt: skip
-    identities = {json.dumps(DataConfig(("a.jsonl",), 8, 1, selection=selection).identity) for selection in selections}
+    identities = {
+        json.dumps(DataConfig(("a.jsonl",), 8, 1, selection=selection).identity) for selection in selections
+    }
     assert len(identities) == len(selections)

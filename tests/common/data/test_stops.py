@@ -24,7 +24,9 @@ _EACH, _END = "{% for m in messages %}", "{% endif %}{% endfor %}"
 
 def _turns(user: str, answer: str, prompt: str, start: str = "") -> str:
     text = f"{start}{_EACH}{_USER}{user}{{% else %}}{prompt}{answer}{_END}"
-    return f"{text}{{% if add_generation_prompt %}}{prompt}{{% endif %}}".replace("TEXT", "{{ m['content'] }}")
+    return f"{text}{{% if add_generation_prompt %}}{prompt}{{% endif %}}".replace(
+        "TEXT", "{{ m['content'] }}"
+    )
 
 
 # Templates written with the marks of published models, with the token at which each of these stops.
@@ -44,18 +46,25 @@ OTHERS = {
         "<|end_of_text|>",
     ),
     "phi-4": (
-        _turns("<|im_start|>user<|im_sep|>TEXT<|im_end|>", "TEXT<|im_end|>", "<|im_start|>assistant<|im_sep|>"),
+        _turns(
+            "<|im_start|>user<|im_sep|>TEXT<|im_end|>", "TEXT<|im_end|>", "<|im_start|>assistant<|im_sep|>"
+        ),
         "<|im_end|>",
     ),
     "kimi-k2": (
         _turns(
-            "<|im_user|>user<|im_middle|>TEXT<|im_end|>", "TEXT<|im_end|>", "<|im_assistant|>assistant<|im_middle|>"
+            "<|im_user|>user<|im_middle|>TEXT<|im_end|>",
+            "TEXT<|im_end|>",
+            "<|im_assistant|>assistant<|im_middle|>",
         ),
         "<|im_end|>",
     ),
     "minimax-m2": (_turns("]~b]user\nTEXT[e~[\n", "TEXT[e~[\n", "]~b]ai\n", "]~!b["), "[e~["),
     "exaone": (_turns("[|user|]TEXT\n", "TEXT[|endofturn|]\n", "[|assistant|]"), "[|endofturn|]"),
-    "seed-oss": (_turns("<seed:bos>user\nTEXT<seed:eos>", "TEXT<seed:eos>", "<seed:bos>assistant\n"), "<seed:eos>"),
+    "seed-oss": (
+        _turns("<seed:bos>user\nTEXT<seed:eos>", "TEXT<seed:eos>", "<seed:bos>assistant\n"),
+        "<seed:eos>",
+    ),
     # The next turn begins with the token that ends an answer.
     "glm-4": (_turns("<|user|>\nTEXT", "TEXT", "<|assistant|>\n", "[gMASK]<sop>"), "<|user|>"),
     # The prompt for an answer ends all conversations, unasked (Llama 3 of April 2024).
@@ -114,7 +123,9 @@ def test_answers_end_with_a_token_that_carries_loss_and_stops_generation(
     name: str, calls: bool, tmp_path: Path
 ) -> None:
     try:
-        runs, fitter = encoded(TEMPLATES[name], tool_conversation({"city": "Rome"}) if calls else {"messages": PLAIN})
+        runs, fitter = encoded(
+            TEMPLATES[name], tool_conversation({"city": "Rome"}) if calls else {"messages": PLAIN}
+        )
     except UserError:
         if calls:  # many know no tools
             return
@@ -175,7 +186,9 @@ def test_two_spellings_of_arguments_and_content_render_alike(name: str) -> None:
     for messages in [PLAIN, *([record["messages"]] if record else [])]:
         parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
         given = record if messages is not PLAIN else {}
-        assert ids_of(TRL[name], {**given, "messages": parts}) == ids_of(TRL[name], {**given, "messages": messages})
+        assert ids_of(TRL[name], {**given, "messages": parts}) == ids_of(
+            TRL[name], {**given, "messages": messages}
+        )
 
 
 def ids_of(template: str, record: dict[str, Any]) -> list[list[int]]:
@@ -185,7 +198,9 @@ def ids_of(template: str, record: dict[str, Any]) -> list[list[int]]:
     return [document.ids.tolist() for document in Encoder(TOKENIZER).encode(example)]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'\xef\xbb\xbf{"eos_token_id": 5}', b"\0" * 20, b"[]", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'\xef\xbb\xbf{"eos_token_id": 5}', b"\0" * 20, b"[]", b"\xff"]
+)
 def test_a_generation_configuration_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path) -> None:
     """Without a word, what config.json implies would stop at other tokens."""
     config = LlamaConfig(eos_token_id=2)

@@ -33,7 +33,9 @@ NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
         "{% if add_generation_prompt %}{{ 'a' * 10 ** 10 }}{% endif %}",
     ],
 )
-def test_a_template_that_takes_too_much_is_refused_at_once(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_too_much_is_refused_at_once(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template, "RENDERING_SECONDS", 0.2)
     encoder = Encoder(make_tokenizer(program + PLAIN_TEMPLATE))
     started = time.process_time()
@@ -44,7 +46,9 @@ def test_a_template_that_takes_too_much_is_refused_at_once(program: str, monkeyp
     assert time.process_time() - started < 5
 
 
-def test_a_long_text_is_no_reason_to_refuse_the_template_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_no_reason_to_refuse_the_template_that_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(template, "_WRITTEN_FREELY", 100)
     text = "the quick brown fox. " * 500
     chat = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "hello"}]}
@@ -57,5 +61,7 @@ def test_a_date_is_found_in_linear_time() -> None:
     started = time.process_time()
     template.dated('strftime_now("' * 20_000, date(2026, 1, 2))
     assert time.process_time() - started < 5
-    written = template.dated("""{{ strftime_now('%d "of" %m') }}{{ strftime_now( "%Y" ) }}""", date(2026, 1, 2))
+    written = template.dated(
+        """{{ strftime_now('%d "of" %m') }}{{ strftime_now( "%Y" ) }}""", date(2026, 1, 2)
+    )
     assert written == '{{ "02 \\"of\\" 01" }}{{ "2026" }}'

@@ -27,7 +27,9 @@ def test_there_are_those_that_the_help_names() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_answers_are_marked_and_a_prompt_is_a_beginning(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_are_marked_and_a_prompt_is_a_beginning(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     tokenizer.chat_template = TEMPLATES[name].read_text()
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)

@@ -71,7 +71,11 @@ def conversation(start: str, turns: list[str], texts: Iterator[str]) -> list[dic
             arguments: dict[str, Any] = {"city": tagged(texts, "ANSWER", 100 + len(messages))}
             function = {"name": "weather", "arguments": arguments}
             messages.append(
-                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": function}],
+                }
             )
             say("tool", "OTHER")
         if turn == "think":
@@ -114,7 +118,9 @@ def test_every_text_is_there_and_only_answers_carry_loss(
     if not any(message["role"] == "assistant" for message in messages):
         return
     last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    record = {"prompt": messages[:last], "completion": messages[last:]} if is_prompt else {"messages": messages}
+    record = (
+        {"prompt": messages[:last], "completion": messages[last:]} if is_prompt else {"messages": messages}
+    )
     documents, refusal = encoded_or_refused(name, record)
     if refusal:
         assert re.search("data.jsonl, line 1.*(leaves out|refuses)", refusal), refusal
@@ -135,7 +141,9 @@ def test_prompts_and_pairs_are_tokenized_as_by_trl(name: str) -> None:
 
     encode_with = encoder(name)
     for prompt, completion in ((PLAIN[:1], PLAIN[1:2]), (PLAIN[:3], PLAIN[3:])):
-        if name.startswith(("smolvlm", "idefics3", "llava")):  # these take parts, and TRL gives them as they are
+        if name.startswith(
+            ("smolvlm", "idefics3", "llava")
+        ):  # these take parts, and TRL gives them as they are
             prompt, completion = ([{**one, "content": [{"type": "text", "text": one["content"]}]} for one in some]
                                   for some in (prompt, completion))  # fmt: skip
         asked = _tokenize(TOKENIZER, prompt, add_generation_prompt=True)["input_ids"]

@@ -30,7 +30,14 @@ def test_what_nothing_reads_is_named_with_its_count(jsonl: Callable[..., str], t
     template = PLAIN_TEMPLATE.replace("{{ m['role'] }}", "{{ m['role'] }}{{ m['ts'] }}")
     file = jsonl(
         {"messages": TURNS, "source": "web", "score": None},
-        {"messages": TURNS, "source": "book", "score": 0.5, "text": "Hi Yo", "system": "Be brief.", "tools": []},
+        {
+            "messages": TURNS,
+            "source": "book",
+            "score": 0.5,
+            "text": "Hi Yo",
+            "system": "Be brief.",
+            "tools": [],
+        },
     )
     expected = "not read: 'source' (2), 'id' of turns (2), 'score' (1), 'text' (1)"
     assert expected in described(file, tmp_path, template)
@@ -38,7 +45,8 @@ def test_what_nothing_reads_is_named_with_its_count(jsonl: Callable[..., str], t
     assert len(described(jsonl({"messages": read}, name="clean.jsonl"), tmp_path)) == 1
     many = {f"column {number}": 1 for number in range(30)}
     assert (
-        "'column 19' (1), others (10)" in described(jsonl({"text": "Hi there", **many}, name="b.jsonl"), tmp_path)[-1]
+        "'column 19' (1), others (10)"
+        in described(jsonl({"text": "Hi there", **many}, name="b.jsonl"), tmp_path)[-1]
     )
 
 
@@ -50,7 +58,9 @@ def test_what_nothing_reads_is_named_with_its_count(jsonl: Callable[..., str], t
 def test_what_other_tools_train_by_is_refused(
     columns: dict[str, Any], jsonl: Callable[..., str], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=f"line 1 has '{next(iter(columns))}', which is not read here: .*[Ll]eave "):
+    with pytest.raises(
+        UserError, match=f"line 1 has '{next(iter(columns))}', which is not read here: .*[Ll]eave "
+    ):
         described(jsonl({**QUESTION, **columns}), tmp_path)
 
 
@@ -101,7 +111,9 @@ class Watched(dict[str, Any]):
     ({"prompt": "Capital?", "chosen": "Paris", "rejected": "Rome", "margin": 2.0}, "margins"),
     ({"text": "Hi", "label": "a"}, "texts"),
 ])  # fmt: skip
-def test_the_columns_that_count_as_read_are_those_that_are_read(values: dict[str, Any], kind: str | None) -> None:
+def test_the_columns_that_count_as_read_are_those_that_are_read(
+    values: dict[str, Any], kind: str | None
+) -> None:
     record = Watched({"score": 1, "ts": 2, **values})
     kinds = {"pairs": pair_kind(), "margins": pair_kind(classifies=True), "texts": class_kind({"a": 0})}
     read = examples_of_records if kind is None else kinds[kind].items
@@ -112,7 +124,9 @@ def test_the_columns_that_count_as_read_are_those_that_are_read(values: dict[str
     assert record.read == listed
 
 
-def test_texts_next_to_turns_that_are_not_in_them_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_texts_next_to_turns_that_are_not_in_them_are_named(
+    jsonl: Callable[..., str], tmp_path: Path
+) -> None:
     """A passage next to a conversation would be left out without a word."""
     turns = [TURNS[0], {"role": "assistant", "content": "Yo"}]
     said = described(jsonl({"messages": turns, "context": "Long."}), tmp_path)
@@ -126,8 +140,14 @@ def test_columns_that_others_replace_are_named(jsonl: Callable[..., str], tmp_pa
 
 
 def test_keys_of_parts_that_nothing_reads_are_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,", "detail": "low"}, "fps": None}
-    given = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "a", "citations": [1]}]}]}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64,", "detail": "low"},
+        "fps": None,
+    }
+    given = {
+        "messages": [{"role": "user", "content": [image, {"type": "text", "text": "a", "citations": [1]}]}]
+    }
     counts = Counts()
     list(noted([DataRecord(given, Path("data.jsonl"), "line 1")], counts, None))
     assert counts.unread == {"'citations' of parts": 1, "'detail' of parts": 1}
@@ -159,7 +179,8 @@ def test_keys_of_calls_that_nothing_reads_are_named(jsonl: Callable[..., str], t
     function = {"name": "f", "arguments": {"a": 1}, "strict": True}
     call = {"id": "1", "type": "function", "index": 0, "function": function, "result": "42"}
     template = PLAIN_TEMPLATE.replace(
-        "{{ m['content'] }}", "{{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0].function }}{% endif %}"
+        "{{ m['content'] }}",
+        "{{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0].function }}{% endif %}",
     )
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
     said = described(jsonl({"messages": turns}), tmp_path, template)
@@ -168,10 +189,13 @@ def test_keys_of_calls_that_nothing_reads_are_named(jsonl: Callable[..., str], t
     assert not [line for line in described(jsonl({"messages": turns}), tmp_path, read) if "not read" in line]
 
 
-def test_parameters_of_tools_that_a_template_leaves_out_are_an_error(jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_parameters_of_tools_that_a_template_leaves_out_are_an_error(
+    jsonl: Callable[..., str], tmp_path: Path
+) -> None:
     """Some templates write what is in parameters.properties, and neither input_schema nor definitions."""
     template = (
-        "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.properties.keys() | join }}){% endfor %}"
+        "{% for t in tools %}{{ t.function.name }}"
+        "({{ t.function.parameters.properties.keys() | join }}){% endfor %}"
     )
     city = {"type": "object", "properties": {"city": {"type": "string"}}}
     nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/At"}}, "$defs": {"At": city}}
@@ -208,15 +232,23 @@ def test_questions_and_answers_as_texts_say_how_to_make_them_turns(tmp_path: Pat
         )
     ]
     [told], nothing, [turns] = said
-    assert told.startswith("prompts: 1 record") and "(--columns instruction=question output=answer: turns" in told
+    assert (
+        told.startswith("prompts: 1 record")
+        and "(--columns instruction=question output=answer: turns" in told
+    )
     assert not nothing and turns.startswith("instructions: 2 records")
 
 
-def test_what_a_template_leaves_out_of_turns_and_tools_is_named(jsonl: Callable[..., str], tmp_path: Path) -> None:
+def test_what_a_template_leaves_out_of_turns_and_tools_is_named(
+    jsonl: Callable[..., str], tmp_path: Path
+) -> None:
     inner = {"type": "object", "properties": {"lat": {"type": "number", "description": "In degrees"}}}
     parameters = {"type": "object", "properties": {"at": {**inner, "description": "A place"}}}
     tool = {"type": "function", "function": {"name": "f", "description": "Looks", "parameters": parameters}}
-    record = {"messages": [{**TURNS[0], "name": "Ann"}, {"role": "assistant", "content": "Yo"}], "tools": [tool]}
+    record = {
+        "messages": [{**TURNS[0], "name": "Ann"}, {"role": "assistant", "content": "Yo"}],
+        "tools": [tool],
+    }
     shown = (
         "{% for t in tools %}{{ t.function.name }}{{ t.function.description }}{{ t.function.parameters.properties }}"
         "{% endfor %}"

@@ -28,8 +28,24 @@ from tests.common.data.conftest import (
 from tests.common.data.templates import tool_conversation
 
 RECORDS = 180
-WORDS = ["The", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "answers", "a", "question", "Paris"]
-TOOLS = "{{ tools }}" + PLAIN_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] }}")
+WORDS = [
+    "The",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "answers",
+    "a",
+    "question",
+    "Paris",
+]
+TOOLS = "{{ tools }}" + PLAIN_TEMPLATE.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] }}"
+)
 
 
 def _text(rng: random.Random, most: int = 30) -> str:
@@ -85,7 +101,8 @@ def test_the_file_is_the_same_for_any_number_of_processes(
     record, template, options = SHAPES[shape]
     rng = random.Random(shape)
     files = [
-        write_records(tmp_path / f"{number}.jsonl", [record(rng) for _ in range(RECORDS // 2)]) for number in range(2)
+        write_records(tmp_path / f"{number}.jsonl", [record(rng) for _ in range(RECORDS // 2)])
+        for number in range(2)
     ]
     config = replace(DataConfig(tuple(files), 256, 2), **options)
     contents = []
@@ -107,12 +124,18 @@ def test_the_first_fault_in_the_files_is_raised(tmp_path: Path, processes: Calla
     file = Path(write_records(tmp_path / "data.jsonl", records))
     file.write_text(file.read_text() + "{")
     lines = file.read_text().split("\n")
-    for fault, number in (("role 'nobody'", 71), ("has the columns other", 101), ("is not JSON", RECORDS + 1)):
+    for fault, number in (
+        ("role 'nobody'", 71),
+        ("has the columns other", 101),
+        ("is not JSON", RECORDS + 1),
+    ):
         said = []
         for count in (1, 2, 3):
             processes(count)
             with pytest.raises(UserError, match=f"line {number}.* {fault}") as raised:
-                open_data(DataConfig((str(file),), 256, 2), make_tokenizer(PLAIN_TEMPLATE), tmp_path / "cache")
+                open_data(
+                    DataConfig((str(file),), 256, 2), make_tokenizer(PLAIN_TEMPLATE), tmp_path / "cache"
+                )
             said.append(str(raised.value))
         assert said[0] == said[1] == said[2]
         assert not list((tmp_path / "cache").glob("*.tokens*"))
@@ -124,8 +147,13 @@ def _processes(records: Iterable[Any]) -> list[int]:
     return [os.getpid() for _ in records]
 
 
-def test_a_killed_process_is_an_error_and_none_is_left(tmp_path: Path, processes: Callable[[int], None]) -> None:
-    file, first = Path(write_records(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(RECORDS)])), os.getpid()
+def test_a_killed_process_is_an_error_and_none_is_left(
+    tmp_path: Path, processes: Callable[[int], None]
+) -> None:
+    file, first = (
+        Path(write_records(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(RECORDS)])),
+        os.getpid(),
+    )
 
     def encode(records: Any) -> Any:
         for record in records:

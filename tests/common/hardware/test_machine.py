@@ -156,7 +156,12 @@ def test_picks_the_gpu_that_is_meant(spec: str, index: int | None) -> None:
 def test_no_such_gpu_says_which_there_are(spec: str) -> None:
     with pytest.raises(UserError) as caught:
         hardware.pick_gpu(spec)
-    for part in ("0: NVIDIA GeForce RTX 4090 (24 GiB)", "1: NVIDIA A100", "2: NVIDIA GeForce RTX 3090", "device cpu"):
+    for part in (
+        "0: NVIDIA GeForce RTX 4090 (24 GiB)",
+        "1: NVIDIA A100",
+        "2: NVIDIA GeForce RTX 3090",
+        "device cpu",
+    ):
         assert part in str(caught.value)
 
 
@@ -175,8 +180,12 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 @pytest.mark.parametrize("spec", ["auto", "4090"])
-@pytest.mark.parametrize(("built", "cause"), [(False, "is a build without CUDA"), (True, "is too old .found version")])
-def test_why_a_gpu_cannot_be_used_is_named(built: bool, cause: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("built", "cause"), [(False, "is a build without CUDA"), (True, "is too old .found version")]
+)
+def test_why_a_gpu_cannot_be_used_is_named(
+    built: bool, cause: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CPU is never taken without a word."""
 
     def fail() -> None:

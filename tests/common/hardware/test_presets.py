@@ -47,7 +47,9 @@ def test_a_missing_thing_is_reported_with_the_alternatives(find, typed, message)
     assert message in str(caught.value)
 
 
-GPU_FILE, DRIVE_FILE = (preset_files(kind)[name] for kind, name in (("gpus", "rtx-3090"), ("drives", "wd-sn850x-2tb")))
+GPU_FILE, DRIVE_FILE = (
+    preset_files(kind)[name] for kind, name in (("gpus", "rtx-3090"), ("drives", "wd-sn850x-2tb"))
+)
 
 
 def test_a_file_describes_what_no_preset_does(tmp_path):
@@ -84,7 +86,9 @@ def test_gpus_are_plausible(name):
     rates = gpu.compute
     assert 0.3 * rates.dense <= rates.experts <= rates.dense <= gpu.bf16_flops_per_second
     assert 0.4 * rates.dense <= rates.flash2.backward < rates.flash2.forward <= rates.dense
-    assert all(kernel.backward <= kernel.forward <= gpu.bf16_flops_per_second for kernel in rates.attention.values())
+    assert all(
+        kernel.backward <= kernel.forward <= gpu.bf16_flops_per_second for kernel in rates.attention.values()
+    )
     assert 200e9 <= rates.memory <= 5e12
 
 
@@ -113,6 +117,10 @@ def test_a_gpu_without_rates_reaches_as_much_of_its_peak_as_another(tmp_path):
 def test_drives_are_plausible(name):
     drive = drive_preset(name)
     assert drive.name == name
-    assert (drive.sustained_write_bytes_per_second or 0) <= drive.write_bytes_per_second <= drive.read_bytes_per_second
+    assert (
+        (drive.sustained_write_bytes_per_second or 0)
+        <= drive.write_bytes_per_second
+        <= drive.read_bytes_per_second
+    )
     assert (drive.cache_bytes or 0) < drive.capacity_bytes
     assert drive.endurance_bytes is None or 100 <= drive.endurance_bytes / drive.capacity_bytes <= 5000

@@ -70,12 +70,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     ([], [20]),
     ([0, 3.5, 7, 10.5, 14], [7, 7, 6]),  # a page that two buffers share is registered once
 ])  # fmt: skip
-def test_page_locked_pieces_end_where_buffers_do(cuda: FakeCuda, starts: list[float], pieces: list[int]) -> None:
+def test_page_locked_pieces_end_where_buffers_do(
+    cuda: FakeCuda, starts: list[float], pieces: list[int]
+) -> None:
     buffer = HostBuffer(20 * PAGE)
     buffer.page_lock(int(start * PAGE) for start in starts)
     base = buffer.array.ctypes.data
     assert [nbytes // PAGE for nbytes in cuda.registered.values()] == pieces
-    assert [address - base for address in cuda.registered] == [sum(pieces[:i]) * PAGE for i in range(len(pieces))]
+    assert [address - base for address in cuda.registered] == [
+        sum(pieces[:i]) * PAGE for i in range(len(pieces))
+    ]
     buffer.close()
     assert not cuda.registered
 
@@ -87,7 +91,9 @@ def test_a_rejected_registration_leaves_the_rest_pageable(allowed: int, cuda: Fa
     buffer = HostBuffer(20 * PAGE)
     with contextlib.ExitStack() as stack:
         if allowed < 5:
-            words = rf"page-locked {allowed * 16 or '0'} \w+ of 80 KiB of host memory .cudaError 2.*host_memory"
+            words = (
+                rf"page-locked {allowed * 16 or '0'} \w+ of 80 KiB of host memory .cudaError 2.*host_memory"
+            )
             stack.enter_context(pytest.warns(UserWarning, match=words.replace("host_memory", "host-memory")))
         assert buffer.page_lock(range(0, buffer.nbytes, 4 * PAGE)) == allowed * 4 * PAGE
     assert not cuda.pending

@@ -57,7 +57,11 @@ def test_version_2_goes_from_the_own_group_to_the_top(machine: Machine) -> None:
     assert (own.path, slice_.path, root.path) == (top / "user.slice/job", top / "user.slice", top)
     assert (own.memory_limit(), slice_.memory_limit(), root.memory_limit()) == (None, 3 * GIB, None)
     capped, whole = (CappedGroup(group.path, group.version) for group in (own, root))
-    assert (capped.memory_in_use(), capped.memory_peak(), capped.memory_unreclaimable()) == (GIB, 3 * GIB, 150)
+    assert (capped.memory_in_use(), capped.memory_peak(), capped.memory_unreclaimable()) == (
+        GIB,
+        3 * GIB,
+        150,
+    )
     assert (capped.out_of_memory_kills(), whole.out_of_memory_kills()) == (1, 0)
     assert (own.processors(), slice_.processors(), root.processors()) == (None, 1.5, None)
     assert whole.memory_peak() is None

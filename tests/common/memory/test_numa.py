@@ -16,7 +16,9 @@ def machine(system: Path, *nodes: str, hyperthreads: int = 0) -> Path:
     for core in range(hyperthreads):
         for cpu in (core, core + hyperthreads):
             (system / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-            (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{core},{core + hyperthreads}\n")
+            (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(
+                f"{core},{core + hyperthreads}\n"
+            )
     return system
 
 
@@ -37,7 +39,9 @@ def test_ranks_share_the_cores_of_their_gpus_node(tmp_path: Path) -> None:
     ((2, 3), None),  # pinned by somebody else
     ((9, 10), None),
 ])  # fmt: skip
-def test_an_affinity_is_never_widened(allowed: tuple[int, ...], cores: tuple[int, ...] | None, tmp_path: Path) -> None:
+def test_an_affinity_is_never_widened(
+    allowed: tuple[int, ...], cores: tuple[int, ...] | None, tmp_path: Path
+) -> None:
     system = machine(tmp_path, "0-7", "8-15")
     assert numa.cores_for([0, 1], 0, set(allowed), system) == cores
 

@@ -37,7 +37,9 @@ def checkpoint(folder: Path, content: dict[str, Any], tensors: int = 20) -> Path
     {"num_attention_heads": 10**9}, {"head_dim": 10**9}, {"text_config": {"num_hidden_layers": 10**9}},
     {"layers": [10**9]}, {**MOE, "num_experts": 10**6}, {**MOE, "num_experts": 99_999, "moe_intermediate_size": 10**5},
 ])  # fmt: skip
-def test_a_configuration_that_the_files_cannot_be_of_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_configuration_that_the_files_cannot_be_of_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     folder = checkpoint(tmp_path, LLAMA | changes)
     started = time.process_time()
     with pytest.raises(UserError, match=r"config\.json|cannot build this"):
@@ -77,7 +79,9 @@ def test_configurations_of_all_families_pass() -> None:
     check_counts(GPT2Config(n_layer=10_000, num_labels=30_000).to_dict(), "gpt2")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "x.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "x.safetensors"]
+)
 def test_files_of_a_checkpoint_are_regular(tmp_path: Path, name: str) -> None:
     folder = checkpoint(tmp_path, LLAMA)
     os.mkfifo(folder / name)
@@ -85,7 +89,9 @@ def test_files_of_a_checkpoint_are_regular(tmp_path: Path, name: str) -> None:
         load_config(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json"]
+)
 def test_files_of_a_checkpoint_have_a_size(tmp_path: Path, name: str) -> None:
     folder = checkpoint(tmp_path, LLAMA)
     with (folder / name).open("ab") as file:

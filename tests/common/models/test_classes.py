@@ -38,7 +38,9 @@ def test_class_and_task(config: PreTrainedConfig, name: str, task: TaskType) -> 
 
 
 def test_a_head_that_would_be_lost_is_rejected() -> None:
-    with pytest.raises(UserError, match="LlamaForQuestionAnswering, whose head is none of those that can be trained"):
+    with pytest.raises(
+        UserError, match="LlamaForQuestionAnswering, whose head is none of those that can be trained"
+    ):
         load_config(named(LlamaConfig(), "LlamaForQuestionAnswering"))
     with pytest.raises(UserError, match="cannot build as a causal language model"):
         load_config(T5Config())
@@ -56,7 +58,9 @@ def test_towers_are_apart_from_the_language_model(family: str) -> None:
     rest = names - towers
     outside = {name for name in rest if not name.startswith(f"{prefix}.")}
     assert all("embed" in name or "norm" in name or "head" in name or "per_layer" in name for name in outside)
-    assert not any(part in name for name in rest for part in ("vision", "visual", "projector", "connector", "newline"))
+    assert not any(
+        part in name for name in rest for part in ("vision", "visual", "projector", "connector", "newline")
+    )
     assert set(TowerFreezing().frozen(model)) == towers
     assert set(TowerFreezing(freeze_multi_modal_projector=False).frozen(model)) == towers - projectors
     assert TowerFreezing(False, False).frozen(model) == []

@@ -35,10 +35,14 @@ _SIZES = {
 def test_mixtures_agree_with_counted_products(family, balanced):
     """However tokens are routed, each goes to as many experts, and these are what counts."""
     known = family in FAMILIES
-    sizes = _SIZES | {"head_dim": 64, "moe_intermediate_size": 96} if known else {**_SIZES, **MIXTURES[family]}
+    sizes = (
+        _SIZES | {"head_dim": 64, "moe_intermediate_size": 96} if known else {**_SIZES, **MIXTURES[family]}
+    )
     config = family_config(family, **sizes) if known else AutoConfig.for_model(family, **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     if not balanced:  # every token has one choice
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(torch.ones_like(model.get_input_embeddings().weight))
@@ -67,7 +71,9 @@ def test_blocks_agree_with_counted_products(family):
     positions = sum(p.numel() for n, p in model.named_parameters() if "embed_positions" in n or "wpe" in n)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     lookup = positions + (0 if tied else embedding)
-    assert counter.get_total_flops() / seq + 6 * lookup == pytest.approx(model_flops_per_token(model, seq), rel=0.01)
+    assert counter.get_total_flops() / seq + 6 * lookup == pytest.approx(
+        model_flops_per_token(model, seq), rel=0.01
+    )
 
 
 def test_gpt3_by_hand():

@@ -8,7 +8,9 @@ from transformers import GenerationConfig, LlamaConfig
 from common.models.generation import generation_config_of
 
 
-def test_a_preset_does_not_take_the_working_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_does_not_take_the_working_directorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     GenerationConfig(eos_token_id=[7, 8]).save_pretrained(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert generation_config_of(LlamaConfig(eos_token_id=2)).eos_token_id == 2

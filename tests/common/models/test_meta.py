@@ -32,12 +32,18 @@ def test_buffers_are_those_of_a_real_model(family, dtype):
     for name, buffer in meta.named_buffers():
         assert buffer.device.type == "cpu" and buffer.dtype == expected[name].dtype
         assert torch.equal(buffer, expected[name]), name
-    assert [n for n, _ in meta.named_non_persistent_buffers()] == [n for n, _ in real.named_non_persistent_buffers()]
+    assert [n for n, _ in meta.named_non_persistent_buffers()] == [
+        n for n, _ in real.named_non_persistent_buffers()
+    ]
     for (name, parameter), (real_name, real_parameter) in zip(
         meta.named_parameters(), real.named_parameters(), strict=True
     ):
         assert parameter.is_meta and parameter.requires_grad
-        assert (name, parameter.shape, parameter.dtype) == (real_name, real_parameter.shape, real_parameter.dtype)
+        assert (name, parameter.shape, parameter.dtype) == (
+            real_name,
+            real_parameter.shape,
+            real_parameter.dtype,
+        )
     assert meta.training and all(module.training for module in meta.modules())
     assert meta.config.use_cache is False
 

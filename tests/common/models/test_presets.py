@@ -24,7 +24,10 @@ MIXTURES = {
 }  # fmt: skip
 
 EXPECTED = [
-    *(f"gpt3-{size}" for size in ["1.3b", "2.7b", "13b", "33b", "65b", "135b", "175b", "276b", "412b", "805b"]),
+    *(
+        f"gpt3-{size}"
+        for size in ["1.3b", "2.7b", "13b", "33b", "65b", "135b", "175b", "276b", "412b", "805b"]
+    ),
     *(f"gpt-{size}" for size in ["10b", "15b", "20b", "25b", "30b"]),
     *(f"llama-{size}" for size in ["10m", "7b", "3-8b", "13b", "30b", "65b"]),
     *("gpt-neox-10b", "gpt-neox-20b", "gpt2-125m", "gpt2-350m"),
@@ -40,7 +43,9 @@ def test_preset_has_the_size_in_its_name(name):
     assert directory is None
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(expected, rel=0.03)
     assert all(p.is_meta for p in model.parameters())
-    dropouts = {k: v for k, v in config.to_dict().items() if k.endswith(("_pdrop", "_dropout")) and "summary" not in k}
+    dropouts = {
+        k: v for k, v in config.to_dict().items() if k.endswith(("_pdrop", "_dropout")) and "summary" not in k
+    }
     dropouts.pop("classifier_dropout", None)
     assert dropouts and not any(dropouts.values()), dropouts
 
@@ -65,7 +70,9 @@ def _agrees(count: float, published: str) -> bool:
 def test_a_directory_wins_over_a_preset_and_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-7b").mkdir()
-    assert load_config("llama-7b")[0].num_hidden_layers == 32  # an empty directory of that name is not in the way
+    assert (
+        load_config("llama-7b")[0].num_hidden_layers == 32
+    )  # an empty directory of that name is not in the way
     family_config("llama").save_pretrained("llama-7b")
     config, directory = load_config("llama-7b")
     assert isinstance(config, LlamaConfig) and config.num_hidden_layers == 3
@@ -100,9 +107,18 @@ def test_an_unknown_type_of_a_known_class(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
     config, directory = load_config(tmp_path)
-    assert directory == tmp_path and config.name_or_path == str(tmp_path) and config.model_type == "deepseek_v3"
+    assert (
+        directory == tmp_path and config.name_or_path == str(tmp_path) and config.model_type == "deepseek_v3"
+    )
     assert not hasattr(config, "quantization_config")
-    others = {"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "dtype", "transformers_version"}
+    others = {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "eos_token_id",
+        "dtype",
+        "transformers_version",
+    }
     for name in preset.to_dict().keys() - others - {"rope_parameters"}:
         assert getattr(config, name) == getattr(preset, name), name
     assert config.rope_parameters.items() >= preset.rope_parameters.items()
@@ -137,7 +153,10 @@ def test_not_a_model_is_rejected(name, words, tmp_path, monkeypatch):
     (tmp_path / "damaged/config.json").write_text("{")
     (tmp_path / "unknown/config.json").write_text(json.dumps({"model_type": "no_such_type"}))
     (tmp_path / "t5/config.json").write_text(json.dumps({"model_type": "t5"}))
-    quantized = {**family_config("llama").to_dict(), "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    quantized = {
+        **family_config("llama").to_dict(),
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }
     (tmp_path / "quantized/config.json").write_text(json.dumps(quantized))
     with pytest.raises(UserError) as error:
         load_config(name)

@@ -23,7 +23,11 @@ def test_blocks_and_the_rest_are_the_whole_model(family, tied):
     inside = {f"{name}.{inner}" for inner, _ in blocks.named_parameters()}
     outside = [alias for names in outer for alias in names]
     everything = {alias for alias, _ in model.named_parameters(remove_duplicate=False)}
-    assert len(outside) == len(set(outside)) and inside.isdisjoint(outside) and inside | set(outside) == everything
+    assert (
+        len(outside) == len(set(outside))
+        and inside.isdisjoint(outside)
+        and inside | set(outside) == everything
+    )
     assert sum(model.get_parameter(names[0]).numel() for names in outer) + sum(
         p.numel() for p in blocks.parameters()
     ) == sum(p.numel() for p in model.parameters())

@@ -48,7 +48,10 @@ def test_a_device_computes_the_same(nbytes: int) -> None:
 
 
 @settings(deadline=None)
-@given(bit=st.integers(0, 3 * ALIGNMENT * 8 - 1), others=st.sets(st.integers(0, 3 * ALIGNMENT * 8 - 1), max_size=3))
+@given(
+    bit=st.integers(0, 3 * ALIGNMENT * 8 - 1),
+    others=st.sets(st.integers(0, 3 * ALIGNMENT * 8 - 1), max_size=3),
+)
 def test_flipped_bits_show(bit: int, others: set[int]) -> None:
     data = noise(3 * ALIGNMENT)
     whole = checksum(data, 0)
@@ -63,7 +66,10 @@ def test_what_drives_do_wrong_shows(change: str) -> None:
     whole = checksum(data, 0)
     changed, first = data.copy(), 0
     if change == "swap pages":
-        changed[:ALIGNMENT], changed[ALIGNMENT : 2 * ALIGNMENT] = data[ALIGNMENT : 2 * ALIGNMENT], data[:ALIGNMENT]
+        changed[:ALIGNMENT], changed[ALIGNMENT : 2 * ALIGNMENT] = (
+            data[ALIGNMENT : 2 * ALIGNMENT],
+            data[:ALIGNMENT],
+        )
     elif change == "swap words":
         changed[:8], changed[8:16] = data[8:16], data[:8]
     elif change == "move":
@@ -93,7 +99,9 @@ def test_any_pieces_give_the_checksums_of_the_whole(
         for a, b in left:
             content[a:b] = 0
             store.leave_zeros(extent, a, b - a, written)
-        for future in [store.write(extent, content[a:b], a, b - a, written) for a, b in parts if (a, b) not in left]:
+        for future in [
+            store.write(extent, content[a:b], a, b - a, written) for a, b in parts if (a, b) not in left
+        ]:
             future.result()
         checked = written.checked()
         sealed = ChecksummedExtent(checked.what, extent, checked.sums)
@@ -133,7 +141,9 @@ def test_an_unreadable_drive_is_damage_too(tmp_path: Path, monkeypatch: pytest.M
     layout = Layout(1)
     extent = layout.allocate("weights.0", 5000)
     with Store.create([tmp_path], layout, io="posix") as store:
-        monkeypatch.setattr(store, "read_unchecked", lambda *_: (_ for _ in ()).throw(StoreError("the drive is gone")))
+        monkeypatch.setattr(
+            store, "read_unchecked", lambda *_: (_ for _ in ()).throw(StoreError("the drive is gone"))
+        )
         assert verify(store, [ChecksummedExtent("it", extent, np.zeros((1, 1), np.uint64))]) == (
             5000,
             ["the drive is gone"],

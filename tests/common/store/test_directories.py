@@ -24,7 +24,9 @@ def a_layout(directories, nbytes=10_000):
 
 
 def snapshot(paths):
-    return {str(file): file.read_bytes() for path in paths for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        str(file): file.read_bytes() for path in paths for file in sorted(path.rglob("*")) if file.is_file()
+    }
 
 
 def refused(paths, words, layout=None, kind=UserError, **options):
@@ -96,7 +98,9 @@ def test_files_of_others_are_never_touched(make_directories, name):
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_space_is_summed_per_file_system_and_checked_before_anything_is_written(make_directories, monkeypatch):
+def test_space_is_summed_per_file_system_and_checked_before_anything_is_written(
+    make_directories, monkeypatch
+):
     paths = make_directories(2)
     layout = a_layout(2, 50 * MIB)
     needed = 2 * (sum(layout.file_bytes().values()) + SMALL_FILES_BYTES)
@@ -126,7 +130,9 @@ def test_space_on_separate_file_systems_is_checked_for_each(make_directories, mo
         return os.stat_result(values)
 
     monkeypatch.setattr(type(paths[0]), "stat", stat)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, each if path == paths[0] else each - 1))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: Usage(0, 0, each if path == paths[0] else each - 1)
+    )
     with pytest.raises(UserError, match=r"space for the store\. [^ ]*ssd1: ") as caught:
         Store.create(paths, layout)
     assert "ssd0" not in str(caught.value)
@@ -203,7 +209,9 @@ def test_open_rejects_other_formats_and_damage(make_directories):
     path = paths[1] / "store.json"
     good = read_sealed(path)
     write_sealed(path, {**good, "format": FORMAT + 6})
-    with pytest.raises(UserError, match=f"format {FORMAT + 6}, and this version of the program reads format {FORMAT}"):
+    with pytest.raises(
+        UserError, match=f"format {FORMAT + 6}, and this version of the program reads format {FORMAT}"
+    ):
         Store.open(paths)
     path.write_text(path.read_text().replace(good["store"], "0" * 32))
     with pytest.raises(StoreError, match=r"store\.json is damaged"):

@@ -51,7 +51,9 @@ def test_device_tensors_that_cannot_be_right_are_rejected(stand_in, make_directo
     store, extents = make(make_directories(1), "kvikio")
     with store:
         with pytest.raises(ValueError, match="whole pages"):
-            store.read_unchecked(extents[-1], on_device(torch.zeros(100, dtype=torch.uint8)), offset=1, nbytes=100)
+            store.read_unchecked(
+                extents[-1], on_device(torch.zeros(100, dtype=torch.uint8)), offset=1, nbytes=100
+            )
         with pytest.raises(ValueError, match="contiguous"):
             store.read_unchecked(extents[1], on_device(torch.zeros(300, 2)[:, 0]))
         with pytest.raises(ValueError, match="needs a buffer"):

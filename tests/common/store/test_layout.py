@@ -12,7 +12,8 @@ sizes = st.sampled_from(SIZES) | st.integers(1, 50 * MIB)
 
 @settings(deadline=None)
 @given(
-    directory_counts, st.lists(st.tuples(st.sampled_from(["weights.0", "weights.1", "scratch"]), sizes), max_size=12)
+    directory_counts,
+    st.lists(st.tuples(st.sampled_from(["weights.0", "weights.1", "scratch"]), sizes), max_size=12),
 )
 def test_extents_are_page_aligned_and_never_overlap(directories, requests):
     layout = Layout(directories)
@@ -28,7 +29,9 @@ def test_extents_are_page_aligned_and_never_overlap(directories, requests):
             whole = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT  # a tail is written as a whole page
             assert piece.offset >= extent.offset
             taken[file] = max(taken.get(file, 0), piece.offset + whole)
-        assert taken[file] == layout.file_bytes()[file]  # not a page more than needed in the fullest directory
+        assert (
+            taken[file] == layout.file_bytes()[file]
+        )  # not a page more than needed in the fullest directory
 
 
 @pytest.mark.parametrize("directories", [1, 2, 3, 5])
@@ -41,7 +44,9 @@ def test_small_extents_use_all_directories_that_they_have_pages_for(directories,
     assert len(used) == directories or nbytes < directories * directories * ALIGNMENT
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../weights", "store.json", "manifest.json", "x.tmp", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "../weights", "store.json", "manifest.json", "x.tmp", "a\0b"]
+)
 def test_file_names_that_leave_the_directory_or_collide_are_rejected(name):
     with pytest.raises(ValueError, match="plain name"):
         Layout(1).allocate(name, 1)

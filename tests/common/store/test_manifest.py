@@ -36,7 +36,9 @@ def test_damage_is_reported_and_never_believed(directory, data):
     path = directory / MANIFEST_FILE
     whole = bytearray(path.read_bytes())
     if data.draw(st.booleans(), label="truncate"):
-        damaged = whole[: data.draw(st.integers(0, len(whole) - 2))]  # without the final line feed it is still whole
+        damaged = whole[
+            : data.draw(st.integers(0, len(whole) - 2))
+        ]  # without the final line feed it is still whole
     else:
         damaged = bytearray(whole)
         damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -48,7 +50,9 @@ def test_damage_is_reported_and_never_believed(directory, data):
     assert outcome == content or f"{path} is damaged" in outcome  # a changed blank does no harm
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"content": 3, "blake2b": "x"}', "\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", '{"content": 3, "blake2b": "x"}', "\xff", "[" * 100_000]
+)
 def test_other_files_of_that_name_are_damage(tmp_path, text):
     (tmp_path / MANIFEST_FILE).write_text(text, encoding="latin-1")
     with pytest.raises(StoreError, match="damaged"):

@@ -22,7 +22,17 @@ def file(tmp_path):
     opened.close()
 
 
-LENGTHS = [1, 199, 4095, 4096, 4097, BOUNCE_BYTES - 1, BOUNCE_BYTES, BOUNCE_BYTES + 1, 2 * BOUNCE_BYTES + 4097]
+LENGTHS = [
+    1,
+    199,
+    4095,
+    4096,
+    4097,
+    BOUNCE_BYTES - 1,
+    BOUNCE_BYTES,
+    BOUNCE_BYTES + 1,
+    2 * BOUNCE_BYTES + 4097,
+]
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS)
@@ -58,7 +68,9 @@ def test_calls_that_stop_short_are_continued_from_whole_pages(file, monkeypatch,
     def short(descriptor, buffers, offset):
         assert offset % ALIGNMENT == 0
         asked.append(len(buffers[0]))
-        return real(descriptor, [buffers[0][: 5 * ALIGNMENT]], offset) - (100 if len(buffers[0]) > 5 * ALIGNMENT else 0)
+        return real(descriptor, [buffers[0][: 5 * ALIGNMENT]], offset) - (
+            100 if len(buffers[0]) > 5 * ALIGNMENT else 0
+        )
 
     monkeypatch.setattr(os, call, short)
     data = memory(20 * ALIGNMENT)
@@ -101,7 +113,14 @@ def test_rejections_name_place_amount_and_reason(file, monkeypatch, number, word
     with pytest.raises(StoreError) as caught:
         file.write(3 * ALIGNMENT, memory(2 * ALIGNMENT))
     assert os.strerror(number) in str(caught.value)
-    for part in ("writing 8 KiB", "offset 12288", "weights.0", str(file.path.parent), os.strerror(number), words):
+    for part in (
+        "writing 8 KiB",
+        "offset 12288",
+        "weights.0",
+        str(file.path.parent),
+        os.strerror(number),
+        words,
+    ):
         assert part in str(caught.value)
     with pytest.raises(StoreError, match=r"syncing of weights\.0"):
         file.sync()

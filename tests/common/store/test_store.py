@@ -163,7 +163,9 @@ def test_a_failed_write_is_done_only_when_its_other_pieces_are(make_directories,
     with store:
         monkeypatch.setattr(os, "pwritev", pwritev)
         future = store.write(extent, memory(16 * MIB))
-        with pytest.raises(StoreError, match=r"4 MiB at offset 0 of weights\.0 in .*ssd1 failed: No space left"):
+        with pytest.raises(
+            StoreError, match=r"4 MiB at offset 0 of weights\.0 in .*ssd1 failed: No space left"
+        ):
             future.result()
         assert not active
         monkeypatch.undo()
@@ -199,7 +201,9 @@ def test_sync_reaches_every_file_in_every_directory_and_reports_failure(make_dir
     with store:
         monkeypatch.setattr(os, "fdatasync", fdatasync)
         store.sync(name for name in ("weights.0", "scratch"))
-        assert sorted(synced) == sorted(str(path / name) for path in paths for name in ("weights.0", "scratch"))
+        assert sorted(synced) == sorted(
+            str(path / name) for path in paths for name in ("weights.0", "scratch")
+        )
         store.sync([])
         assert len(synced) == 6
 

@@ -32,7 +32,9 @@ def test_a_share_has_the_cells_of_all_ranks_with_the_same_place() -> None:
     assert [one.in_host for one in _kept("paro-iig", levels)] == [False] * 3
     for name in ("zero3", "zero1", "mics"):
         assert _kept(name, levels) == [], "P is sharded as OS is, or FSDP2 keeps it whole"
-    assert [one.nbytes for one in _kept("fcdp", Levels((1, 4)))] == [800, 2400, 4096], "all of P on nodes of one rank"
+    assert [one.nbytes for one in _kept("fcdp", Levels((1, 4)))] == [800, 2400, 4096], (
+        "all of P on nodes of one rank"
+    )
 
 
 def test_second_shards_are_of_groups_that_the_backward_gathers_and_may_be_quantized() -> None:

@@ -49,7 +49,11 @@ def save(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> None:
 
 def load(topology: fcdp.Topology, directory: Path, replicas: int = 1) -> dict[str, Any]:
     fcdp.checkpoint.PIECE_BYTES = 2000
-    commits, state, wanted = ShardedCheckpoints(directory), shards(topology, replicas), shards(topology, replicas)
+    commits, state, wanted = (
+        ShardedCheckpoints(directory),
+        shards(topology, replicas),
+        shards(topology, replicas),
+    )
     for value in state.values():
         value.to_local().zero_()  # type: ignore[attr-defined]
     manifest = commits.read_newest()
@@ -122,10 +126,15 @@ def test_any_flipped_bit_is_found_and_named(pool: Pool, committed: Path) -> None
                     continue
                 found: VerifiedCheckpoint = ShardedCheckpoints(committed).verify()
                 assert len(found.damage) == 1 and str(file) in found.damage[0], (file.name, place)
-                tensors |= {name for name in SHAPES if found.damage[0].startswith(f"{name} is damaged: its rows")}
+                tensors |= {
+                    name for name in SHAPES if found.damage[0].startswith(f"{name} is damaged: its rows")
+                }
     assert tensors >= {"wide", "long"}
     last = sorted(committed.glob("*/*.safetensors"))[-1]
-    with flipped(last, last.stat().st_size - 1), pytest.raises(RankError, match="is damaged: its rows") as caught:
+    with (
+        flipped(last, last.stat().st_size - 1),
+        pytest.raises(RankError, match="is damaged: its rows") as caught,
+    ):
         pool.run((2, 1), load, committed)
     assert str(caught.value).count("are not what was written there") == 2, "every rank reports it"
 
@@ -151,7 +160,8 @@ def test_files_that_are_gone_or_short_are_named(committed: Path) -> None:
     try:
         file.write_bytes(content[:-5])
         assert [
-            f"{file} has {len(content) - 5:,} bytes" in one for one in ShardedCheckpoints(committed).verify().damage
+            f"{file} has {len(content) - 5:,} bytes" in one
+            for one in ShardedCheckpoints(committed).verify().damage
         ] == [True]
         file.unlink()
         assert [file.name in one for one in ShardedCheckpoints(committed).verify().damage] == [True]
@@ -181,7 +191,9 @@ def test_commits_of_another_run_and_renamed_ones_are_refused(tmp_path: Path, com
     commits.begin()
     for name, store in (("step-4", commits.identity()), ("step-5", commits.identity()), ("step-6", "other")):
         (tmp_path / name).mkdir()
-        write_sealed(tmp_path / name / MANIFEST, {**content, "store": store, "step": 6 if store == "other" else 4})
+        write_sealed(
+            tmp_path / name / MANIFEST, {**content, "store": store, "step": 6 if store == "other" else 4}
+        )
     assert commits.describe(4) == content["description"]
     with pytest.raises(UserError, match="step-5 holds step 4, and was copied or renamed"):
         commits.describe(5)
@@ -196,7 +208,9 @@ def test_one_run_at_a_time(pool: Pool, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_older_commit_goes_when_the_newest_is_known_to_be_whole(pool: Pool, committed: Path, tmp_path: Path) -> None:
+def test_an_older_commit_goes_when_the_newest_is_known_to_be_whole(
+    pool: Pool, committed: Path, tmp_path: Path
+) -> None:
     """A run was killed between its commit and the removal of the one before."""
     directory = tmp_path / "commits"
     shutil.copytree(committed, directory)
@@ -205,7 +219,10 @@ def test_an_older_commit_goes_when_the_newest_is_known_to_be_whole(pool: Pool, c
     shutil.copytree(directory / "step-4", directory / "step-5")
     write_sealed(directory / "step-5" / MANIFEST, {**newest, "step": 5})
     for file in sorted((directory / "step-5").iterdir()):
-        with flipped(file, file.stat().st_size - 1), pytest.raises(RankError, match=r"rm -r .*step-5, then continue"):
+        with (
+            flipped(file, file.stat().st_size - 1),
+            pytest.raises(RankError, match=r"rm -r .*step-5, then continue"),
+        ):
             pool.run((1, 1), settle, directory)
         assert (directory / "step-4").is_dir()
     assert pool.run((1, 1), settle, directory) == [5]

@@ -31,7 +31,9 @@ def test_other_ranks_continue_as_if_nothing_had_changed(
     dtype: str, ssds: int, options: dict[str, Any], changes: Any, model: str, pool: Pool, tmp_path: Path
 ) -> None:
     options = {"dtype": dtype, **options}
-    alone = cases.train(None, Run(model, tmp_path / "alone", 2 * len(changes), options={**options, "micro_batch": 2}))
+    alone = cases.train(
+        None, Run(model, tmp_path / "alone", 2 * len(changes), options={**options, "micro_batch": 2})
+    )
     losses: list[float] = []
     exact = True
     for number, (layout, leave) in enumerate(changes):

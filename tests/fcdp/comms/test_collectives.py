@@ -7,7 +7,12 @@ from tests.helpers.fcdp import collective_cases as cases
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.strategy_cases import Run, train_all
 
-LAYOUTS = [(2, 2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((4, 1), (1, 4))), (3, 1), (2, 2, 2)]
+LAYOUTS = [
+    (2, 2),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((4, 1), (1, 4))),
+    (3, 1),
+    (2, 2, 2),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -27,7 +27,11 @@ def _gather(topology: fcdp.Topology, axis: Axis, cell: int) -> tuple[bool, int]:
     """Every rank ends with every cell, of contiguous rows as of strided ones."""
     level, traffic = _level(topology, axis, "gather")
     right = True
-    for rows in (torch.empty(3, axis.size, cell), torch.empty(3, axis.size, 2, cell)[:, :, 1], torch.empty(1, 4, cell)):
+    for rows in (
+        torch.empty(3, axis.size, cell),
+        torch.empty(3, axis.size, 2, cell)[:, :, 1],
+        torch.empty(1, 4, cell),
+    ):
         if rows.size(1) == axis.size:
             everything = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5))
             rows[:, level.index] = everything[:, level.index]
@@ -48,7 +52,9 @@ def _reduce(topology: fcdp.Topology, axis: Axis, cell: int) -> tuple[bool, int]:
     expected = everyone[order[0]][:, level.index]
     for other in order[1:]:
         expected = expected + everyone[other][:, level.index]
-    return torch.equal(output, expected) and torch.equal(mine, everyone[level.index]), traffic.reduce_inter_node
+    return torch.equal(output, expected) and torch.equal(
+        mine, everyone[level.index]
+    ), traffic.reduce_inter_node
 
 
 def _sizes(topology: fcdp.Topology, call: Any, axis: Axis) -> list[tuple[bool, int]]:

@@ -10,7 +10,14 @@ from torch import nn
 from common.communication import Wait
 from common.quantization import quantized_nbytes
 from fcdp import fsdp2
-from fcdp.cache.cached_shards import AdaptivePlacement, AlwaysOnDevice, CachedGroup, CachedShard, CopyStreams, HostCache
+from fcdp.cache.cached_shards import (
+    AdaptivePlacement,
+    AlwaysOnDevice,
+    CachedGroup,
+    CachedShard,
+    CopyStreams,
+    HostCache,
+)
 from fcdp.cache.staleness import StalenessCheck
 from fcdp.comms.all_gather import GatherLevels, StagedAllGather
 from fcdp.comms.levels import HoRing, QuantizedLevel
@@ -82,7 +89,11 @@ class Fsdp2:
 
     def __init__(self, gather: StagedAllGather):
         self.gather, self.parameter = gather, torch.ones(CELL)
-        self.compute, self.copy_in, self.gathers = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+        self.compute, self.copy_in, self.gathers = (
+            torch.cuda.current_stream(),
+            torch.cuda.Stream(),
+            torch.cuda.Stream(),
+        )
 
     def unshard(self) -> None:
         self.copy_in.wait_stream(self.compute)
@@ -143,7 +154,9 @@ def test_gathers_and_caches_are_ordered(case: str) -> None:
         _train(case)
 
 
-@pytest.mark.parametrize(("case", "deaf"), [("host", 1), ("host", 2), ("moves", 1), ("device", 1), ("quantized", 1)])
+@pytest.mark.parametrize(
+    ("case", "deaf"), [("host", 1), ("host", 2), ("moves", 1), ("device", 1), ("quantized", 1)]
+)
 def test_a_deaf_copy_stream_is_noticed(case: str, deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Stream.__post_init__
 

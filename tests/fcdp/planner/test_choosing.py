@@ -50,11 +50,15 @@ def train_as_chosen(topology: fcdp.Topology, run: Run, cache: Path, **rates: flo
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
 @pytest.mark.slow
-def test_the_first_rank_chooses_for_all(layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path) -> None:
+def test_the_first_rank_chooses_for_all(
+    layout: tuple[int, int], model: str, pool: Pool, tmp_path: Path
+) -> None:
     run = Run(model, tmp_path / "ranks", 3, options={"dtype": "fp32", "automatic": True})
     ranks = pool.run(layout, train_as_chosen, run, tmp_path / "cache")
     assert ranks[0].kept == ranks[1].kept > 0
-    alone = cases.train(None, replace(run, folder=tmp_path / "alone", options={"dtype": "fp32", "micro_batch": 2}))
+    alone = cases.train(
+        None, replace(run, folder=tmp_path / "alone", options={"dtype": "fp32", "micro_batch": 2})
+    )
     for rank in ranks:
         assert rank.losses == alone.losses
 
@@ -90,9 +94,13 @@ def watched(topology: fcdp.Topology, run: Run, cache: Path) -> tuple[list[str], 
 
 
 @pytest.mark.slow
-def test_every_rank_watches_its_drives_and_the_first_warns_once(model: str, pool: Pool, tmp_path: Path) -> None:
+def test_every_rank_watches_its_drives_and_the_first_warns_once(
+    model: str, pool: Pool, tmp_path: Path
+) -> None:
     run = Run(model, tmp_path / "ranks", 9, options={"dtype": "fp32", "automatic": True, "host_cache": 0})
     (said, rate), (other, none) = pool.run((2, 1), watched, run, tmp_path / "cache")
-    assert len(said) == 1 and "The drives of rank 1 write" in said[0] and "0.004 GB/s were planned" in said[0], said
+    assert (
+        len(said) == 1 and "The drives of rank 1 write" in said[0] and "0.004 GB/s were planned" in said[0]
+    ), said
     assert rate == pytest.approx(WRITES / 10, rel=0.3)
     assert (other, none) == ([], 0.0)

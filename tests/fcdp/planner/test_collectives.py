@@ -43,7 +43,9 @@ def volumes(
     ("NNN", 1.0),
 ])  # fmt: skip
 def test_across_nodes_for_all_of_paros_strategies(scopes: str, inter_node: float) -> None:
-    assert volumes(PRESETS[f"paro-{scopes.lower()}"], Levels((2, 2)), micro_batches=4)[0] == pytest.approx(inter_node)
+    assert volumes(PRESETS[f"paro-{scopes.lower()}"], Levels((2, 2)), micro_batches=4)[0] == pytest.approx(
+        inter_node
+    )
 
 
 def test_flat_rings_cross_the_border_of_a_node_with_w_minus_1_of_w() -> None:

@@ -16,7 +16,9 @@ from fcdp.strategy.mesh import Levels, Mesh
 from fcdp.strategy.strategy import PRESETS, parse_strategy
 
 PSI = 8e9
-WORKLOAD = Workload(PSI, PSI, blocks=31, forward_flops_per_token=2 * PSI, weight_flops_per_token=2 * PSI, seq_len=4096)
+WORKLOAD = Workload(
+    PSI, PSI, blocks=31, forward_flops_per_token=2 * PSI, weight_flops_per_token=2 * PSI, seq_len=4096
+)
 
 
 def dgx(nodes: int = 4) -> Cluster:
@@ -44,7 +46,9 @@ def test_states_are_those_that_fsdp2_holds(
     layout = parse_strategy(name).on(Levels((8, 4)))
     memory = memory_of(layout, replace(WORKLOAD, micro_batches=2), checkpointing=False)
     states = [memory.parameters, memory.secondary, memory.gradients, memory.optimizer, memory.host]
-    assert states == pytest.approx([PSI * each for each in (parameters, secondary, gradients, optimizer, host)])
+    assert states == pytest.approx(
+        [PSI * each for each in (parameters, secondary, gradients, optimizer, host)]
+    )
 
 
 @pytest.mark.parametrize(("model", "nodes"), [("gpt-20b", 2), ("gpt-30b", 4)])
@@ -52,7 +56,9 @@ def test_fcdp_fits_where_its_paper_runs(model: str, nodes: int) -> None:
     """Section V-B, Result 2: on nodes of eight A40, as ZeRO-3 does."""
     workload = Workload.of_model(load_config(model)[0], seq_len=256, micro_batch=8)
     cluster = load_cluster("a40-edr").resized(Levels((2, 4, nodes)))
-    estimates = plan(workload, cluster, strategies=[PRESETS["fcdp"], PRESETS["zero3"]], checkpointing=False).estimates
+    estimates = plan(
+        workload, cluster, strategies=[PRESETS["fcdp"], PRESETS["zero3"]], checkpointing=False
+    ).estimates
     assert all(estimate.fits for estimate in estimates)
     least, most = sorted(estimate.memory.device for estimate in estimates)
     assert most <= 1.03 * least, "gathers from the other pairs of a node go through separate memory"
@@ -73,13 +79,17 @@ def test_strided_and_quantized_gathers_take_separate_memory(name: str, scratch: 
     layout = parse_strategy(name).on(Levels((2, 4, 4) if name == "zero-topo" else (8, 4)))
     memory, block = memory_of(layout, WORKLOAD, checkpointing=False), PSI / WORKLOAD.units
     gathered = 2 * 2 * block if layout.p.shards > 1 else 0.0
-    assert memory.working - RUNTIME_BYTES - gathered - 2 * 2 * block == pytest.approx(2 * block * scratch, abs=1.0)
+    assert memory.working - RUNTIME_BYTES - gathered - 2 * 2 * block == pytest.approx(
+        2 * block * scratch, abs=1.0
+    )
 
 
 def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     adapters = replace(WORKLOAD, trainable=PSI / 100, micro_batches=2)
     memory = memory_of(PRESETS["mics"].on(Levels((8, 4))), adapters, checkpointing=False)
-    assert (memory.parameters, memory.gradients + memory.optimizer) == pytest.approx((0.99 * PSI / 4, 0.2 * PSI / 8))
+    assert (memory.parameters, memory.gradients + memory.optimizer) == pytest.approx(
+        (0.99 * PSI / 4, 0.2 * PSI / 8)
+    )
 
 
 def test_activations_of_llama_7b() -> None:
@@ -109,7 +119,10 @@ def test_the_router_loss_of_several_micro_batches_takes_a_forward_pass_of_each_m
         hidden = OVERLAP * min(3 * forward, sent) if overlaps else 0.0
         assert result.step_seconds - without.step_seconds == pytest.approx(3 * forward + sent - hidden)
         assert result.memory == without.memory
-    single = [estimate(layout, replace(each, micro_batches=1), dgx(), checkpointing=True) for each in (plain, routed)]
+    single = [
+        estimate(layout, replace(each, micro_batches=1), dgx(), checkpointing=True)
+        for each in (plain, routed)
+    ]
     assert single[0] == single[1]
 
 
@@ -131,7 +144,9 @@ def test_host_cache_is_read_at_every_use_and_an_adaptive_one_only_for_want_of_ro
         for tier in ("host", "adaptive", "device")
     )
     update = 28 * PSI / 32 / slow_host.memory_bytes_per_second
-    assert host.step_seconds == pytest.approx(2 * 2 * PSI / 8 / 1e9 + update), "both passes wait for copies alone"
+    assert host.step_seconds == pytest.approx(2 * 2 * PSI / 8 / 1e9 + update), (
+        "both passes wait for copies alone"
+    )
     assert adaptive.step_seconds == pytest.approx(device.step_seconds), "80 GB have room for all shards"
     assert adaptive.memory.device == host.memory.device, "what is promised is ZeRO-3's"
     tight = replace(slow_host, device_memory_bytes=round(host.memory.device))
@@ -149,10 +164,16 @@ def test_the_space_has_every_admissible_triple_once() -> None:
     scopes = [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)]
     triples = {(p, g, os) for p in scopes for g in scopes for os in scopes if p <= g <= os}
     plain = {(one.p.pair, one.g.pair, one.os.pair) for one in result if one.secondary is None}
-    paro = {((4, 1), (1, 1), (4, 1)), ((4, 1), (1, 1), (4, 4)), ((4, 4), (1, 1), (4, 4)), ((4, 4), (4, 1), (4, 4))}
+    paro = {
+        ((4, 1), (1, 1), (4, 1)),
+        ((4, 1), (1, 1), (4, 4)),
+        ((4, 4), (1, 1), (4, 4)),
+        ((4, 4), (4, 1), (4, 4)),
+    }
     assert plain == triples | paro
     keys = [
-        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring) for one in result
+        (one.p, one.g, one.os, one.secondary, one.cache, one.strategy.precision, one.strategy.ring)
+        for one in result
     ]
     assert len(keys) == len(set(keys))
     for strategy in admissible(levels):
@@ -200,10 +221,17 @@ def test_names_and_shapes_of_clusters_that_are_none(tmp_path: Path) -> None:
 
 def test_fcdps_measured_rates() -> None:
     """Table III: 16 GB gathered over two nodes took 0.949, 3.963, 6.745 and 67.66 s."""
-    for name, seconds in (("a40-edr", 0.949), ("a40-ipoib", 3.963), ("a40-10gbe", 6.745), ("a40-1gbe", 67.66)):
+    for name, seconds in (
+        ("a40-edr", 0.949),
+        ("a40-ipoib", 3.963),
+        ("a40-10gbe", 6.745),
+        ("a40-1gbe", 67.66),
+    ):
         cluster = load_cluster(name).resized(Levels((2, 4, 2)))
         nbytes = 16e9 / 8  # a rank's part of what the node gathers from the other
-        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), nbytes, "flat") == pytest.approx(seconds, rel=0.01)
+        assert cluster.rates.seconds("all_gather", Mesh((1, 1, 2)), nbytes, "flat") == pytest.approx(
+            seconds, rel=0.01
+        )
 
 
 def test_nodes_under_one_leaf_switch_come_together() -> None:
@@ -214,7 +242,9 @@ def test_nodes_under_one_leaf_switch_come_together() -> None:
     assert sorted(order) == plain
     assert groups_across_leaves(order, leaves, 4) == 0
     uneven = [0, 0, 0, 1, 1, 1, 1, 1]
-    assert groups_across_leaves(node_order(uneven, 4), uneven, 4) == 1, "3 and 5 nodes: one group has to cross"
+    assert groups_across_leaves(node_order(uneven, 4), uneven, 4) == 1, (
+        "3 and 5 nodes: one group has to cross"
+    )
     with pytest.raises(UserError, match="no whole number of groups"):
         node_order(leaves, 5)
 
@@ -224,7 +254,13 @@ def test_node_0_stays_the_first_and_switches_of_one_size_are_a_scope() -> None:
     order = node_order(lonely, 2)
     assert order[0] == 0 and sorted(order) == list(range(6))
     assert groups_across_leaves(order, lonely, 2) == 1
-    assert [nodes_per_switch(leaves) for leaves in ("aabb", "aaaa", "abab", "aab", "abc")] == [2, 4, None, None, 1]
+    assert [nodes_per_switch(leaves) for leaves in ("aabb", "aaaa", "abab", "aab", "abc")] == [
+        2,
+        4,
+        None,
+        None,
+        1,
+    ]
     layout = parse_strategy("I/switch/cluster").on(Levels((8, 12), nodes_per_switch=4))
     assert (layout.p.pair, layout.g.pair, layout.os.pair) == ((8, 1), (8, 4), (8, 12))
     with pytest.raises(UserError, match=r"leaf.switch"):

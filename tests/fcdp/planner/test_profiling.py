@@ -33,7 +33,9 @@ def _collectives(topology: fcdp.Topology, path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("layout", "measure"), [((2, 2), _profile), ((2, 2, 2), _collectives)], ids=["2x2", "2x2x2"])
+@pytest.mark.parametrize(
+    ("layout", "measure"), [((2, 2), _profile), ((2, 2, 2), _collectives)], ids=["2x2", "2x2x2"]
+)
 @pytest.mark.slow
 def test_a_profile_serves_for_every_strategy(
     pool: Pool, tmp_path: Path, layout: tuple[int, ...], measure: object
@@ -43,7 +45,9 @@ def test_a_profile_serves_for_every_strategy(
     assert len(set(counts)) == 1
     cluster = load_cluster(str(path))
     assert cluster.levels.sizes == layout[::-1]
-    assert min(cluster.flops_per_second, cluster.memory_bytes_per_second, cluster.host_link_bytes_per_second) > 0
+    assert (
+        min(cluster.flops_per_second, cluster.memory_bytes_per_second, cluster.host_link_bytes_per_second) > 0
+    )
     found = plan(Workload(1e6, 1e6, blocks=2, micro_batches=2), cluster, allow_quantized=True)
     assert len(found.estimates) > 30
     assert all(estimate.communication_seconds > 0 for estimate in found.estimates)

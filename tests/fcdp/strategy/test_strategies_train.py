@@ -52,7 +52,9 @@ def test_groups_of_nodes_under_one_switch_train_as_plain_fsdp2_does(pool: Pool) 
     for rank, (_, axes) in enumerate(answers):
         switch = [rank // 2 * 2, rank // 2 * 2 + 1]
         assert axes["switch/switch/cluster"] == [switch]
-        assert axes["G/G/G"] == [[rank % 2, rank % 2 + 2], switch], "what crosses switches goes first, least of all"
+        assert axes["G/G/G"] == [[rank % 2, rank % 2 + 2], switch], (
+            "what crosses switches goes first, least of all"
+        )
 
 
 def check(ranks: list[dict[str, Trained]], layout: tuple[int, ...], strategies: list[str]) -> None:
@@ -85,7 +87,12 @@ def test_every_preset_is_among_them() -> None:
 
 def _launches() -> list[Launch]:
     one, other = ("mesh", "0,1"), ("other", "0,1")
-    return [(*one, "all_gather_single", 8), (*one, "exchange", 4), (*other, "exchange", 4), (*one, "exchange", 12)]
+    return [
+        (*one, "all_gather_single", 8),
+        (*one, "exchange", 4),
+        (*other, "exchange", 4),
+        (*one, "exchange", 12),
+    ]
 
 
 @pytest.mark.parametrize("odd", [

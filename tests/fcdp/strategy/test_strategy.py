@@ -24,7 +24,9 @@ def pairs(text: str, levels: Levels) -> tuple[tuple[int, int], ...]:
     ("3x1", Levels((2, 3, 4)), "equation 7, for the levels inside a node"),
     ("pair", DGX, "Write 2x1.*levels 2,4,128"),
 ])  # fmt: skip
-def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(text: str, levels: Levels, rule: str) -> None:
+def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(
+    text: str, levels: Levels, rule: str
+) -> None:
     with pytest.raises(UserError, match=rule):
         Scope.parse(text).on(levels)
 
@@ -46,7 +48,9 @@ def test_meshes_that_amsp_filters_out_are_rejected_with_its_equation(text: str, 
     ("igg", (8, 1), (8, 128), (8, 128)),
     ("2x1/8x1/8x2", (2, 1), (8, 1), (8, 2)),
 ])  # fmt: skip
-def test_names_on_amsps_testbed(name: str, p: tuple[int, int], g: tuple[int, int], os: tuple[int, int]) -> None:
+def test_names_on_amsps_testbed(
+    name: str, p: tuple[int, int], g: tuple[int, int], os: tuple[int, int]
+) -> None:
     assert pairs(name, DGX) == (p, g, os)
 
 
@@ -54,7 +58,9 @@ def test_zero_topo_uses_three_levels() -> None:
     assert pairs("zero-topo", FRONTIER) == pairs("pair/node/cluster", FRONTIER) == ((2, 1), (8, 1), (8, 16))
     layout = PRESETS["zero-topo"].on(FRONTIER)
     assert layout.secondary == Mesh((2, 1, 1)), "int8 shards besides the bf16 ones, over the same pair"
-    assert PRESETS["zero-topo-exact"].on(FRONTIER).secondary is None, "in bf16 they would be the same shards twice"
+    assert PRESETS["zero-topo-exact"].on(FRONTIER).secondary is None, (
+        "in bf16 they would be the same shards twice"
+    )
     with pytest.raises(UserError, match="there is no pair"):
         PRESETS["zero-topo"].on(DGX)
 

@@ -24,7 +24,12 @@ ALONE, NODES = Share(), Share(2, 1)
 
 
 def shard(
-    rank: int, *steps: int, run: str = "abc", nodes: int = 2, replaces: Sequence[str] = (), location: int = IN_PLACE
+    rank: int,
+    *steps: int,
+    run: str = "abc",
+    nodes: int = 2,
+    replaces: Sequence[str] = (),
+    location: int = IN_PLACE,
 ) -> LocalShard:
     return LocalShard(f"{run}{rank}", [f"/{run}"], run, nodes, 1, rank, steps, replaces, location)
 
@@ -40,7 +45,8 @@ def chosen(share: Share, *found: DriveScan) -> ShardSet | None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "step"), [((7, 6), (7, 6), 7), ((7, 6), (8, 7), 7), ((1, 0), (0,), 0), ((6, 5), (7, 6), 6)]
+    ("first", "second", "step"),
+    [((7, 6), (7, 6), 7), ((7, 6), (8, 7), 7), ((1, 0), (0,), 0), ((6, 5), (7, 6), 6)],
 )
 def test_ranks_continue_from_the_newest_step_that_all_have(
     first: tuple[int, ...], second: tuple[int, ...], step: int
@@ -52,7 +58,11 @@ def test_ranks_continue_from_the_newest_step_that_all_have(
 @pytest.mark.parametrize(
     ("found", "problems", "said"),
     [
-        ((shard(0, 7, 6), None), ("", "/ssd holds no run."), r"Not all nodes .* node 1 \(host1\): /ssd holds no run"),
+        (
+            (shard(0, 7, 6), None),
+            ("", "/ssd holds no run."),
+            r"Not all nodes .* node 1 \(host1\): /ssd holds no run",
+        ),
         ((None, None), ("/ssd holds no run.", "no."), "nothing to continue. node 0"),
         (
             (shard(0, 7), shard(1, 7, run="xyz")),
@@ -84,7 +94,9 @@ def test_a_set_counts_when_it_is_complete() -> None:
 
 
 def test_where_something_is_missing() -> None:
-    with pytest.raises(UserError, match=r"made by 2 nodes with 1 rank each .* what node 1 had .* is not here"):
+    with pytest.raises(
+        UserError, match=r"made by 2 nodes with 1 rank each .* what node 1 had .* is not here"
+    ):
         chosen(ALONE, *scans(shard(0, 7, 6)))
     assert chosen(NODES, *scans(shard(0, 7, 6), None)) is None, "opening it says what"
     assert chosen(NODES, *scans(None, None)) is None

@@ -21,11 +21,21 @@ def test_memory_and_bytes(
     """Models whose states are up to 4 times the budget."""
     monkeypatch.setattr(fuyou.engine.opening, "PeakMeter", PeakMeter)  # which misses hardly anything
     config = LlamaConfig(
-        vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
     )
     steps = 2
     with fuyou.Engine(
-        config, ssd=[tmp_path], host_memory=budget, batch_shape=(2, 64), micro_batch=1, max_grad_norm=clip, dtype="bf16"
+        config,
+        ssd=[tmp_path],
+        host_memory=budget,
+        batch_shape=(2, 64),
+        micro_batch=1,
+        max_grad_norm=clip,
+        dtype="bf16",
     ) as engine:
         for _ in range(steps):
             tokens = torch.randint(0, 2048, (2, 64))

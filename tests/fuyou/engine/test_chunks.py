@@ -60,7 +60,13 @@ def configs() -> dict[str, PreTrainedConfig]:
     keys, and states of convolutions, linear attention, and Mamba."""
     tiny = tiny_configs()
     few = {name: tiny[name] for name in ("llama", "qwen3", "gemma3", "gpt2", "opt", "neox", "qwen3-moe")}
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    latent = {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    }
     routed = {"moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     return few | {
@@ -104,7 +110,8 @@ def opened(config: PreTrainedConfig, adapters: LoraConfig | None = None) -> tupl
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS_STAND_FOR)) for name in sorted(configs())]
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS_STAND_FOR)) for name in sorted(configs())],
 )
 def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
     model, plain = opened(configs()[family])
@@ -115,7 +122,11 @@ def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
     expected.backward()
     largest = max(float(value.grad.abs().max()) for value in parameters.values() if value.grad is not None)
     step = SmallStep(model, parameters)
-    for chunk in (12, 27, 27):  # of 12: the last two; the second time, blocks recompute by the trace of the first
+    for chunk in (
+        12,
+        27,
+        27,
+    ):  # of 12: the last two; the second time, blocks recompute by the trace of the first
         assert step.run(batch, 1, chunk) == pytest.approx(float(expected.detach()), rel=1e-6)
         for name, gradient in step.gradients.items():
             there = parameters[name].grad
@@ -132,7 +143,11 @@ def test_documents_that_share_a_row_stay_apart(family: str) -> None:
     tokens = torch.randint(4, 200, (2, 61), generator=torch.Generator().manual_seed(2))
     lengths = ((31, 30), (20, 3, 38))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
-    batch = {"input_ids": tokens, "labels": tokens.masked_fill(positions == 0, -100), "position_ids": positions}
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
     expected, gradients = step.run(batch, 1), dict(step.gradients)
     largest = max(float(value.abs().max()) for value in gradients.values() if value is not None)
     for chunk in (9, 27):
@@ -151,7 +166,9 @@ def test_chunks_take_no_more_operations_than_a_whole_row() -> None:
         step.run({"input_ids": tokens, "labels": tokens}, 1, chunk)
         with FlopCounterMode(display=False) as counter:
             step.run({"input_ids": tokens, "labels": tokens}, 1, chunk)
-        counts.append({str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()})
+        counts.append(
+            {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+        )
     whole, chunked = counts
     assert 0.9 * whole["aten.mm"] < chunked["aten.mm"] <= whole["aten.mm"]
     layers, heads, width, passes = 3, 4, 12, 2
@@ -179,7 +196,9 @@ def test_steps_and_evaluation_through_all_tiers(
 ) -> None:
     """With one row's keys and values on the device, two in host memory, and the others on the drives."""
     feed = batches(3, packed=options.get("packed", False))
-    options = options | {"eps": 1e-2}  # a small one turns what rounding leaves of a zero gradient into whole updates
+    options = options | {
+        "eps": 1e-2
+    }  # a small one turns what rounding leaves of a zero gradient into whole updates
     config = options.pop("config", tiny_configs()["llama"])
     seen = []
     for chunk in (None, 12):
@@ -196,7 +215,9 @@ def test_steps_and_evaluation_through_all_tiers(
         torch.testing.assert_close(others[name], master, rtol=0, atol=1e-6, msg=name)
 
 
-def test_preferences_and_their_reference_pass_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preferences_and_their_reference_pass_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DPO: the head runs again with gradients, and the reference keeps the keys of one row at a time."""
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     seen = []
@@ -219,7 +240,9 @@ def test_preferences_and_their_reference_pass_in_chunks(tmp_path: Path, monkeypa
     # The loss of a pair is computed from four sums over a row's tokens, each with a weight of about a quarter.
     rows, tokens = batch["input_ids"].shape
     apart = fp32_sum_rounding(whole[-1] / rows, tokens)
-    assert chunked[:-1] == pytest.approx(whole[:-1], rel=0, abs=apart) and abs(whole[0] - whole[1]) > 4 * apart
+    assert (
+        chunked[:-1] == pytest.approx(whole[:-1], rel=0, abs=apart) and abs(whole[0] - whole[1]) > 4 * apart
+    )
     assert chunked[-1] == pytest.approx(whole[-1], rel=0, abs=rows * apart)
     for name, master in masters.items():
         torch.testing.assert_close(others[name], master, rtol=0, atol=1e-6, msg=name)
@@ -237,7 +260,10 @@ def test_a_step_in_chunks_shows_how_far_it_is(chunk: int | None, shown: bool, tm
 
     compute = StepComputation._run
     (batch,) = batches(1, packed=False)
-    with engine(tmp_path, tiny_configs()["llama"], chunk=chunk) as trained, pytest.MonkeyPatch.context() as patch:
+    with (
+        engine(tmp_path, tiny_configs()["llama"], chunk=chunk) as trained,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(StepComputation, "_run", computed)
         train(trained, [batch])
         assert current_activity() is None
@@ -274,9 +300,18 @@ LONG = LlamaConfig(
 def test_the_largest_chunk_that_fits_is_taken(tmp_path: Path) -> None:
     with engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", prove=True) as trained:
         batch = trained._run.runtime.memory_plan.batch
-        assert batch.chunk is not None and 1024 <= batch.chunk < 32768 and batch.chunk & (batch.chunk - 1) == 0
+        assert (
+            batch.chunk is not None and 1024 <= batch.chunk < 32768 and batch.chunk & (batch.chunk - 1) == 0
+        )
     with pytest.raises(UserError, match=rf"1 x {2 * batch.chunk} of 65536 tokens needs .* A smaller chunk"):
-        engine(tmp_path, LONG, batch_shape=(1, 65536), host_memory="300MiB", chunk=2 * batch.chunk, overwrite=True)
+        engine(
+            tmp_path,
+            LONG,
+            batch_shape=(1, 65536),
+            host_memory="300MiB",
+            chunk=2 * batch.chunk,
+            overwrite=True,
+        )
 
 
 def test_models_without_a_cache_are_rejected(tmp_path: Path) -> None:
@@ -301,12 +336,17 @@ def test_what_does_not_pass_in_chunks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"chunks of 16, in which nothing keeps the documents of a row apart"):
         engine(tmp_path, hybrid(), chunk=16, packed=True, router_loss="off")
     words = r"in chunks of 16, which cannot have position_ids of several documents"
-    with engine(tmp_path, hybrid(), chunk=16, router_loss="off") as trained, pytest.raises(UserError, match=words):
+    with (
+        engine(tmp_path, hybrid(), chunk=16, router_loss="off") as trained,
+        pytest.raises(UserError, match=words),
+    ):
         trained(**batch)
     with engine(tmp_path, llama, chunk=16, overwrite=True) as trained:
         hidden = torch.ones_like(batch["input_ids"])
         hidden[:, -1] = 0
-        with pytest.raises(UserError, match=r"cannot pass in chunks behind a mask|an attention_mask that hides tokens"):
+        with pytest.raises(
+            UserError, match=r"cannot pass in chunks behind a mask|an attention_mask that hides tokens"
+        ):
             trained(input_ids=batch["input_ids"], labels=batch["labels"], attention_mask=hidden)
         train(trained, batches(1, packed=False))
 

@@ -74,5 +74,10 @@ def test_the_command_rejects_a_classifier(tmp_path: Path, capsys: pytest.Capture
     from cli.main import main
 
     AutoModelForSequenceClassification.from_config(CASES["sequence"][1]).save_pretrained(tmp_path / "model")
-    assert main(["--model", str(tmp_path / "model"), "--data", "random", "--output", str(tmp_path / "out")]) != 0
-    assert "is a sequence classifier, and --objective sft trains models that write text" in capsys.readouterr().err
+    assert (
+        main(["--model", str(tmp_path / "model"), "--data", "random", "--output", str(tmp_path / "out")]) != 0
+    )
+    assert (
+        "is a sequence classifier, and --objective sft trains models that write text"
+        in capsys.readouterr().err
+    )

@@ -70,10 +70,20 @@ def test_lora_equals_the_plain_twin_in_memory(
         assert torch.equal(found.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize(("family", "method", "dtype"), [("deepseek_v3", "fp8", "bf16"), ("gpt_oss", "mxfp4", "fp32")])
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"), [("deepseek_v3", "fp8", "bf16"), ("gpt_oss", "mxfp4", "fp32")]
+)
 def test_all_weights_equal_the_plain_twin(family: str, method: str, dtype: str, tmp_path: Path) -> None:
     directory, twin = compressed(tmp_path, family, method)
-    check(twin, directories(tmp_path, 1), dtype=dtype, micro_batch=4, packed=False, steps=2, trained_from=directory)
+    check(
+        twin,
+        directories(tmp_path, 1),
+        dtype=dtype,
+        micro_batch=4,
+        packed=False,
+        steps=2,
+        trained_from=directory,
+    )
 
 
 def test_int8_of_a_compressed_checkpoint(tmp_path: Path) -> None:
@@ -104,7 +114,9 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
     model = opened(directory)
     for layer, (index,) in enumerate(model.layout.blocks):
         record = model.layout.records[index]
-        inside = [name for name in files if f"model.layers.{layer}." in name and not name.endswith(NOT_STORED)]
+        inside = [
+            name for name in files if f"model.layers.{layer}." in name and not name.endswith(NOT_STORED)
+        ]
         buffers = [name for name in inside if name.endswith("e_score_correction_bias")]
         wanted = sum(files[name].nbytes for name in inside) - sum(files[name].nbytes for name in buffers)
         parts = len(inside) + len(record.parameters)
@@ -117,7 +129,9 @@ def test_bytes_are_those_of_the_files(family: str, method: str, tmp_path: Path) 
             if f"model.layers.{layer}." in name and is_written_so(method, name, value)
         )
         assert record.decoded_nbytes >= decoded
-    planned = describe_training(directory, 4, 32, adapters=AdapterOptions(4, targets=("all-linear",)).peft_config())
+    planned = describe_training(
+        directory, 4, 32, adapters=AdapterOptions(4, targets=("all-linear",)).peft_config()
+    )
     assert [record.device_nbytes for record in planned.layout.records] == [
         record.device_nbytes for record in model.layout.records
     ]

@@ -32,7 +32,9 @@ def test_a_run_continues_in_its_first_dtype(tmp_path: Path, fastest: list[str], 
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("avx512f amx_bf16 amx_tile", "bf16"), ("avx512f", "fp32")])
-def test_a_cpu_computes_in_bf16_if_it_has_amx(monkeypatch: pytest.MonkeyPatch, flags: str, expected: str) -> None:
+def test_a_cpu_computes_in_bf16_if_it_has_amx(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
+) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: f"flags : {flags}")
     assert fastest_dtype("cpu") == expected
     assert fastest_dtype("meta") == "bf16"

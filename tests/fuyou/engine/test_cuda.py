@@ -58,13 +58,19 @@ def check(
 ], ids=["planned", "ssd, clipped", "one of each"])  # fmt: skip
 @pytest.mark.slow
 def test_everything_that_is_queued_ends_late(
-    counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counts: dict[str, int],
+    clip: float | None,
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     QueuedDevice().install(monkeypatch)
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, clip=clip, counts=counts)
 
 
-def test_kept_outputs_that_arrive_late(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_outputs_that_arrive_late(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     QueuedDevice().install(monkeypatch)
     check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts={**SCARCE, **SCARCE_SAVED}, kept=1 << 20)
 
@@ -101,7 +107,10 @@ def test_copies_that_cuda_would_not_make_at_once_are_noticed(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "deaf",
-    [Op.COMPUTE, *(pytest.param(op, marks=pytest.mark.slow) for op in (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD))],
+    [
+        Op.COMPUTE,
+        *(pytest.param(op, marks=pytest.mark.slow) for op in (Op.PARAMETER_UPLOAD, Op.GRADIENT_DOWNLOAD)),
+    ],
 )
 def test_a_stream_that_does_not_wait_is_noticed(
     deaf: Op, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +144,9 @@ def test_a_drive_that_does_not_wait_for_the_device_is_noticed(
         check(checkpoints / "llama-tied", tmp_path, monkeypatch, counts=counts, io="kvikio")
 
 
-@pytest.mark.parametrize("share", [0.0, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 0.99))])
+@pytest.mark.parametrize(
+    "share", [0.0, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 0.99))]
+)
 def test_a_read_of_kvikio_that_fails_costs_no_committed_step(
     share: float, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,9 @@ def save(family: str, path: Path) -> Path:
     torch.manual_seed(1)
     config = tiny_configs()[family]
     if family == "gpt2":
-        config.n_head = 3  # heads of 16: CUDA's kernels pad 12, and some processors round their sums otherwise
+        config.n_head = (
+            3  # heads of 16: CUDA's kernels pad 12, and some processors round their sums otherwise
+        )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
@@ -53,7 +55,9 @@ def test_other_cuts_in_each_step_leave_recomputation_as_on_a_cpu(tmp_path: Path)
         (tmp_path / name).mkdir()
         with (
             branch,
-            engine(model, directories(tmp_path / name, 1), micro_batch=2, saved_activations="64KiB") as trained,
+            engine(
+                model, directories(tmp_path / name, 1), micro_batch=2, saved_activations="64KiB"
+            ) as trained,
         ):
             saved = []
             for batch, cuts in zip(batches(len(CUTS), packed=False), CUTS, strict=True):
@@ -71,14 +75,18 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        if not any(
+            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+        ):
             self.nbytes += sum(each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor))
         return result
 
 
 def attend(documents: int, dropout: float = 0.0, device: str = "cpu") -> torch.Tensor:
     sizes = ((8, 64), (2, 64), (2, 64))
-    inputs = [torch.randn(1, h, 512, w, dtype=torch.bfloat16, device=device, requires_grad=True) for h, w in sizes]
+    inputs = [
+        torch.randn(1, h, 512, w, dtype=torch.bfloat16, device=device, requires_grad=True) for h, w in sizes
+    ]
     positions = torch.arange(512 // documents).repeat(documents)[None]
     with separate_documents(Documents.of(positions)):
         return _by_document(nn.Identity(), *inputs, None, dropout)[0]
@@ -106,6 +114,10 @@ def test_what_is_recorded_without_values_is_what_runs() -> None:
             result = attend(4, device=device)
         operators = tracer.finish(result).operators
         shapes = [[(spec.shape, spec.dtype) for spec in each.outputs] for each in operators]
-        recorded.append([(each.name, specs, each.flops) for each, specs in zip(operators, shapes, strict=True)])
-    assert [each for each in recorded[0] if "fuyou" in each[0]] == [each for each in recorded[1] if "fuyou" in each[0]]
+        recorded.append(
+            [(each.name, specs, each.flops) for each, specs in zip(operators, shapes, strict=True)]
+        )
+    assert [each for each in recorded[0] if "fuyou" in each[0]] == [
+        each for each in recorded[1] if "fuyou" in each[0]
+    ]
     assert all("scaled_dot_product" not in name for each in recorded for name, *_ in each)

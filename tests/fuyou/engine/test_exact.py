@@ -85,7 +85,9 @@ def test_what_a_family_itself_never_trains_stays_next_to_what_is_trained(tmp_pat
             trained.step()
             assert out.loss.item() == twin.step(batch, 2)
         compare(trained, twin)
-        assert torch.equal(dict(trained.named_parameters())["roformer.encoder.embed_positions.weight"], positions)
+        assert torch.equal(
+            dict(trained.named_parameters())["roformer.encoder.embed_positions.weight"], positions
+        )
 
 
 @pytest.mark.parametrize(("drives", "micro_batch", "clip", "family", "dtype"), [
@@ -95,9 +97,17 @@ def test_what_a_family_itself_never_trains_stays_next_to_what_is_trained(tmp_pat
     (1, 3, None, "gpt2", "fp32"),
 ])  # fmt: skip
 def test_drives_micro_batches_and_clipping(
-    drives: int, micro_batch: int, clip: float | None, family: str, dtype: str, checkpoints: Path, tmp_path: Path
+    drives: int,
+    micro_batch: int,
+    clip: float | None,
+    family: str,
+    dtype: str,
+    checkpoints: Path,
+    tmp_path: Path,
 ) -> None:
-    check(checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip)
+    check(
+        checkpoints / family, directories(tmp_path, drives), dtype=dtype, micro_batch=micro_batch, clip=clip
+    )
 
 
 def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
@@ -109,7 +119,9 @@ def test_two_threads(checkpoints: Path, tmp_path: Path) -> None:
         torch.set_num_threads(bits.threads())
 
 
-@pytest.mark.parametrize(("fraction", "commit_every"), [pytest.param(0.67, 1, marks=pytest.mark.slow), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("fraction", "commit_every"), [pytest.param(0.67, 1, marks=pytest.mark.slow), (1.0, 2)]
+)
 def test_updates_deferred_into_the_next_forward_pass(
     fraction: float, commit_every: int, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -158,7 +170,11 @@ def test_states_that_live_in_host_memory(
     ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),
 ], ids=["device", "host", "one of each", "one of each, clipped", "deep prefetch, clipped"])  # fmt: skip
 def test_tiers_and_prefetch_depths(
-    counts: dict[str, int], clip: float | None, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counts: dict[str, int],
+    clip: float | None,
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     give_buffers(monkeypatch, counts)
     check(checkpoints / "llama-tied", directories(tmp_path, 1), dtype="bf16", micro_batch=1, clip=clip)

@@ -37,9 +37,15 @@ def test_equals_peft_in_memory(
     model = checkpoints / family
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
     torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["o_proj"], target_parameters=FUSED, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["o_proj"], target_parameters=FUSED, task_type="CAUSAL_LM"
+    )
     twin = InMemory(get_peft_model(real, config), clip)
-    options = {"adapters": AdapterOptions(4, targets=("o_proj", *FUSED)), "micro_batch": micro, "max_grad_norm": clip}
+    options = {
+        "adapters": AdapterOptions(4, targets=("o_proj", *FUSED)),
+        "micro_batch": micro,
+        "max_grad_norm": clip,
+    }
     feed = batches(STEPS, packed=False)
     with plain_engine(model, directories(tmp_path, 1), dtype, **options) as trained:
         train(trained, twin, feed, micro)

@@ -71,14 +71,22 @@ def test_other_contents_of_a_batch_are_accepted_or_rejected_and_never_waited_for
     """What transformers' trainers pass, what is no tensor, what has another shape: before anything is scheduled."""
     ids, targets, most = BATCH["input_ids"], 62, tiny_configs()["llama"].vocab_size
     accepted: list[dict[str, Any]] = [
-        {"use_cache": False, "return_dict": True, "output_hidden_states": False, "num_items_in_batch": targets},
+        {
+            "use_cache": False,
+            "return_dict": True,
+            "output_hidden_states": False,
+            "num_items_in_batch": targets,
+        },
         {"num_items_in_batch": torch.tensor(targets), "position_ids": None, "logits_to_keep": 0},
         {"labels": BATCH["labels"].int(), "input_ids": ids.to(torch.int32)},
         {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(32).expand(2, -1)},
     ]
     refused: list[tuple[str, dict[str, Any]]] = [
         ("output_hidden_states is True", {"output_hidden_states": True}),
-        ("num_items_in_batch is 100, and the loss is the mean over the 62 labels", {"num_items_in_batch": 100}),
+        (
+            "num_items_in_batch is 100, and the loss is the mean over the 62 labels",
+            {"num_items_in_batch": 100},
+        ),
         ("pixel_values is a list of 1 for 2 sequences", {"pixel_values": [torch.zeros(1, 3)]}),
         ("pixel_values is a list of 3 for 2 sequences", {"pixel_values": [None] * 3}),
         ("shift_labels: the engine shifts labels itself", {"shift_labels": ids}),
@@ -87,7 +95,10 @@ def test_other_contents_of_a_batch_are_accepted_or_rejected_and_never_waited_for
         ("input_ids is a list", {"input_ids": ids.tolist()}),
         ("it is float32", {"labels": BATCH["labels"].float()}),
         (r"labels are \[2, 31\] and input_ids \[2, 32\]", {"labels": BATCH["labels"][:, 1:]}),
-        (f"labels hold {most}, and this model's tokens are 0 to {most - 1}", {"labels": BATCH["labels"] + most - 63}),
+        (
+            f"labels hold {most}, and this model's tokens are 0 to {most - 1}",
+            {"labels": BATCH["labels"] + most - 63},
+        ),
         ("labels hold -7", {"labels": BATCH["labels"].masked_fill(ids == 5, -7)}),
         ("attention_mask is int64", {"attention_mask": torch.ones(2, 31, dtype=torch.int64)}),
         ("position_ids is int64", {"position_ids": torch.arange(31).expand(2, -1)}),
@@ -120,7 +131,9 @@ def test_a_batch_that_is_too_large_for_the_budgets_changes_nothing(
         assert losses + train(engine, 3) == undisturbed[None]
 
 
-def test_a_second_backward_pass_is_rejected(tmp_path: Path, undisturbed: dict[float | None, list[float]]) -> None:
+def test_a_second_backward_pass_is_rejected(
+    tmp_path: Path, undisturbed: dict[float | None, list[float]]
+) -> None:
     with small_engine(tmp_path, lr=1e-3) as engine:
         losses = []
         for _ in range(2):
@@ -188,7 +201,9 @@ def test_death_of_the_engine_ends_the_optimizer_process(tmp_path: Path) -> None:
         train(engine, 1000000)
     """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
@@ -262,7 +277,9 @@ def test_misuse_is_reported(tmp_path: Path) -> None:
         out = engine(**BATCH)
         with pytest.raises(FinetuneError, match="again before"):
             engine(**BATCH)
-        with pytest.raises(FinetuneError, match=r"multiplied by 0\.25 .* call backward\(\) on the loss itself"):
+        with pytest.raises(
+            FinetuneError, match=r"multiplied by 0\.25 .* call backward\(\) on the loss itself"
+        ):
             (out.loss / 4).backward()
 
 
@@ -279,7 +296,10 @@ def test_a_store_is_not_overwritten_and_not_mistaken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"deferred_fraction": 0.5}, {"max_grad_norm": 0.5}], ids=str)
 def test_an_interrupt_in_a_forward_pass_keeps_the_step_before_it(
-    options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[float | None, list[float]]
+    options: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: dict[float | None, list[float]],
 ) -> None:
     """Also where that step's updates are a part of the forward pass that is given up."""
     expected = undisturbed[options.get("max_grad_norm")]

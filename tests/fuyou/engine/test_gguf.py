@@ -113,7 +113,9 @@ def test_a_store_holds_the_bytes_of_the_file_and_the_cache_none(tmp_path: Path) 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     small = [tensor for tensor in tensors.values() if tensor.n_bytes < 2 * tensor.n_elements]
     assert len(small) > 10
-    assert sum(slot.compressed.nbytes for slot in slots if slot.compressed) == sum(int(t.n_bytes) for t in small)
+    assert sum(slot.compressed.nbytes for slot in slots if slot.compressed) == sum(
+        int(t.n_bytes) for t in small
+    )
     stored = sum(record.device_nbytes for record in records if record.kind is not Kind.ADAPTER)
     least = sum(min(int(tensor.n_bytes), 2 * int(tensor.n_elements)) for tensor in tensors.values())
     assert least <= stored < least + len(slots) * 128 + len(records) * 8192

@@ -69,7 +69,9 @@ def in_memory(family: str, checkpoint: Path) -> InMemory:
     pytest.param({"host_cache": 0, "micro_batch": 4}, marks=pytest.mark.slow),
     pytest.param({"piece_size": "16KiB", "host_cache": 0}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_adapters_train_as_in_memory(family: str, checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_adapters_train_as_in_memory(
+    family: str, checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Two steps, a resume, two more."""
     twin, feed, ssd = in_memory(family, checkpoint), batches(4, packed=False), directories(tmp_path, 2)
     options = {"micro_batch": 2, "adapters": lora(family), **options}
@@ -81,7 +83,9 @@ def test_adapters_train_as_in_memory(family: str, checkpoint: Path, tmp_path: Pa
         assert trained.io_bytes() == trained.planned_io_bytes()
 
 
-def test_frozen_matrices_in_fewer_bits_leave_them_as_they_are(family: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_frozen_matrices_in_fewer_bits_leave_them_as_they_are(
+    family: str, checkpoint: Path, tmp_path: Path
+) -> None:
     options = {"adapters": lora(family), "frozen_dtype": "nf4"}
     with plain_engine(checkpoint, directories(tmp_path, 1), "bf16", **options) as trained:
         slots = [slot for record in trained._run.layout.records for slot in record.parameters if slot.wide]
@@ -93,7 +97,9 @@ def test_frozen_matrices_in_fewer_bits_leave_them_as_they_are(family: str, check
 
 
 def test_all_weights_are_refused_in_bf16(family: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"keeps .* in fp32, .* train adapters .*, or all weights with .*fp32"):
+    with pytest.raises(
+        UserError, match=r"keeps .* in fp32, .* train adapters .*, or all weights with .*fp32"
+    ):
         plain_engine(checkpoint, directories(tmp_path, 1), "bf16")
 
 
@@ -101,7 +107,14 @@ def test_all_weights_are_refused_in_bf16(family: str, checkpoint: Path, tmp_path
 def test_a_record_keeps_their_bits(frozen: FrozenDtype) -> None:
     parameters = [(("matrix",), (64, 70), True), (("wide",), (3, 129), False), (("bias",), (7,), False)]
     record = Record.build(
-        0, "block 0", Kind.BLOCK, Precision(torch.bfloat16), parameters, trainable=False, frozen=frozen, wide=["wide"]
+        0,
+        "block 0",
+        Kind.BLOCK,
+        Precision(torch.bfloat16),
+        parameters,
+        trainable=False,
+        frozen=frozen,
+        wide=["wide"],
     )
     assert record.parameter_count == 64 * 70 + 3 * 129 + 7
     flat = torch.zeros(record.numel, dtype=torch.bfloat16)

@@ -66,9 +66,13 @@ def test_equals_peft_in_memory(
         compare(trained, twin.model.get_base_model())
         assert trained.trainable_parameters == sum(parameter.numel() for parameter in twin.trained)
         assert trained.io_bytes() == trained.planned_io_bytes()
-        moved = [r.parameter_nbytes + r.state_nbytes for r in trained._run.layout.records if r.kind is Kind.ADAPTER]
+        moved = [
+            r.parameter_nbytes + r.state_nbytes for r in trained._run.layout.records if r.kind is Kind.ADAPTER
+        ]
         assert trained.io_bytes()[1] == STEPS * sum(moved)  # nothing but adapters is ever written
-        assert sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000  # padding to pages is most of it here
+        assert (
+            sum(moved) < 1.5 * 12 * trained.trainable_parameters + 40_000
+        )  # padding to pages is most of it here
 
         trained.save_pretrained(tmp_path / "adapter", merge=True)
         tokens = batches(1, packed=False)[0]["input_ids"]
@@ -85,7 +89,9 @@ def test_equals_peft_in_memory(
             assert torch.equal(merged.get_parameter(name), value), name
 
 
-@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["resident", "streamed"])
+@pytest.mark.parametrize(
+    "streamed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["resident", "streamed"]
+)
 def test_resume_in_the_middle(
     streamed: bool, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +107,9 @@ def test_resume_in_the_middle(
         assert bool(trained.memory_plan.resident) is not streamed
         train(trained, twin, feed[:3], 2)
     with pytest.raises(UserError, match="another model"):
-        plain_engine(model, ssd, adapters=AdapterOptions(4, alpha=3, targets=("all-linear",)), resume=True, **options)
+        plain_engine(
+            model, ssd, adapters=AdapterOptions(4, alpha=3, targets=("all-linear",)), resume=True, **options
+        )
     with plain_engine(
         model, ssd, adapters=AdapterOptions(4, targets=("all-linear",)), resume=True, **options
     ) as trained:
@@ -117,10 +125,14 @@ def test_resume_in_the_middle(
     pytest.param("gpt2", "fp32", {"bias": "all"}, marks=pytest.mark.slow),
     ("llama", "fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 9]}}),
 ])  # fmt: skip
-def test_continue_an_adapter(family: str, dtype: str, config: dict, checkpoints: Path, tmp_path: Path) -> None:
+def test_continue_an_adapter(
+    family: str, dtype: str, config: dict, checkpoints: Path, tmp_path: Path
+) -> None:
     """What peft has trained and saved is trained further as peft would, over a resume."""
     feed, ssd, saved = batches(4, packed=False), directories(tmp_path, 1), tmp_path / "saved"
-    first = LoraConfig(**{"r": 16, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | config)
+    first = LoraConfig(
+        **{"r": 16, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | config
+    )
     began = in_memory(checkpoints / family, dtype, first)
     for batch in feed[:2]:
         began.step(batch, 4)
@@ -178,7 +190,9 @@ def test_classifier_with_its_head(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0)
     options = {"lr": 1e-3, "weight_decay": 0, "dtype": "fp32", "micro_batch": 2, "host_memory": "600MiB"}
     adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
-    with fuyou.Engine(tmp_path / "model", ssd=directories(tmp_path, 1), adapters=adapters, **options) as trained:
+    with fuyou.Engine(
+        tmp_path / "model", ssd=directories(tmp_path, 1), adapters=adapters, **options
+    ) as trained:
         for seed in range(3):
             given = classifiers.batch("sequence", seed)
             out = trained(**given)

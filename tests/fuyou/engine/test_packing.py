@@ -22,7 +22,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
     for _ in range(STEPS):
         ids = torch.randint(5, 80, (ROWS, TOKENS), generator=generator)
         positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
-        result.append({"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions})
+        result.append(
+            {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+        )
     return result
 
 
@@ -33,7 +35,13 @@ def saved(family: str, directory: Path) -> Path:
 
 def engine(model: Path, ssd: Path) -> fuyou.Engine:
     ssd.mkdir()
-    options = {"host_memory": "1GiB", "host_cache": 0, "micro_batch": 1, "batch_shape": (ROWS, TOKENS), **OPTIONS}
+    options = {
+        "host_memory": "1GiB",
+        "host_cache": 0,
+        "micro_batch": 1,
+        "batch_shape": (ROWS, TOKENS),
+        **OPTIONS,
+    }
     return fuyou.Engine(model, ssd=[ssd], dtype="fp32", **options)
 
 
@@ -41,7 +49,9 @@ class OneByOne:
     """A plain loop in memory, a document at a time."""
 
     def __init__(self, checkpoint: Path):
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32
+        ).train()
         decays = {True: [], False: []}
         for name, parameter in self.model.named_parameters():
             decays[name in Trainer.get_decay_parameter_names(None, self.model)].append(parameter)
@@ -54,7 +64,10 @@ class OneByOne:
         for row, lengths in enumerate(DOCUMENTS):
             start = 0
             for length in lengths:
-                part = {name: batch[name][row : row + 1, start : start + length] for name in ("input_ids", "labels")}
+                part = {
+                    name: batch[name][row : row + 1, start : start + length]
+                    for name in ("input_ids", "labels")
+                }
                 loss = self.model(**part, use_cache=False).loss * ((length - 1) / items)
                 loss.backward()
                 total += loss.item()
@@ -80,7 +93,9 @@ def test_packed_rows_train_as_their_documents_alone(family: str, tmp_path: Path)
             assert loss.item() == pytest.approx(twin.step(batch), abs=3e-6)
         expected = dict(twin.model.named_parameters())
         for name, value in trained.named_parameters():
-            torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                value, expected[name].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: n + m
+            )
 
 
 def test_a_family_that_cannot_be_packed_is_reported_and_takes_rows_of_one_document(tmp_path: Path) -> None:
@@ -121,5 +136,9 @@ def test_barts_loss_does_not_shift_labels(tmp_path: Path) -> None:
         loss = trained(**batch).loss
         assert loss.item() == pytest.approx(own.item(), abs=1e-6)
         loss.backward()
-        norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+        norm = (
+            torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
+            .sum()
+            .sqrt()
+        )
         assert trained.step().grad_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -75,7 +75,9 @@ def test_the_plan_grows_with_the_first_padded_batch(tmp_path: Path) -> None:
     assert taken[1] is taken[2] is taken[3] is not taken[0]
     room = AttentionMemory(width=2)
     more = ROWS * room.mask_bytes(TOKENS, padded=True) + 2 * room.workspace_bytes(TOKENS, padded=True)
-    assert taken[1].workspace_bytes - taken[0].workspace_bytes == 2 * room.workspace_bytes(TOKENS, padded=True)
+    assert taken[1].workspace_bytes - taken[0].workspace_bytes == 2 * room.workspace_bytes(
+        TOKENS, padded=True
+    )
     assert taken[0].counts == taken[1].counts and taken[1].device_bytes - taken[0].device_bytes == more
 
 

@@ -44,12 +44,17 @@ def pieces(trained: fuyou.Engine) -> int:
     pytest.param("deepseek-v3", "fp32", 4, "24KiB", marks=pytest.mark.slow),
     pytest.param("gpt-oss", "bf16", 3, "12KiB", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_full_fine_tuning(family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_full_fine_tuning(
+    family: str, dtype: str, micro: int, size: str, checkpoints: Path, tmp_path: Path
+) -> None:
     """Clipped steps of packed rows; what has been evicted from the device is NaN."""
     model, feed = checkpoints / family, batches(3, packed=family not in mixture_configs())
     twin = Twin(str(model), bf16=dtype == "bf16", max_grad_norm=0.5, **OPTIONS)
     options = {"micro_batch": micro, "max_grad_norm": 0.5, "piece_size": size}
-    with engine(model, directories(tmp_path, 2), dtype, **options) as trained, evicted_is_nan(trained) as evicted:
+    with (
+        engine(model, directories(tmp_path, 2), dtype, **options) as trained,
+        evicted_is_nan(trained) as evicted,
+    ):
         assert pieces(trained) > 2
         for batch in feed:
             out = trained(**batch)
@@ -80,10 +85,18 @@ ATTENTION = ["q_proj", "k_proj", "o_proj"]
     ]),
 ])  # fmt: skip
 def test_adapters_next_to_frozen_pieces(
-    family: str, dtype: str, micro: int, targets: Any, whole: list[str] | None, checkpoints: Path, tmp_path: Path
+    family: str,
+    dtype: str,
+    micro: int,
+    targets: Any,
+    whole: list[str] | None,
+    checkpoints: Path,
+    tmp_path: Path,
 ) -> None:
     def adapters() -> LoraConfig:
-        return LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", modules_to_save=whole)
+        return LoraConfig(
+            r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", modules_to_save=whole
+        )
 
     model = checkpoints / family
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
@@ -136,7 +149,9 @@ def test_blocks_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
     with engine(config, directories(tmp_path, 1), "fp32", micro_batch=ROWS) as whole:
         assert pieces(whole) == 1
         block = whole._run.layout.block_elements * 4
-    with engine(config, [tmp_path / "ssd0"], "fp32", micro_batch=ROWS, device_memory=2 * block, overwrite=True) as cut:
+    with engine(
+        config, [tmp_path / "ssd0"], "fp32", micro_batch=ROWS, device_memory=2 * block, overwrite=True
+    ) as cut:
         assert pieces(cut) > 2
         assert cut.memory_plan.device_bytes <= 2 * block
         for batch in batches(2, packed=False):

@@ -94,7 +94,9 @@ def held() -> tuple[list[str], set[str], list[int]]:
     for descriptor in Path("/proc/self/fd").iterdir():
         if os.path.lexists(descriptor):
             targets.append(os.readlink(descriptor))
-    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith(("fuyou", "memory-meter"))}
+    threads = {
+        thread.name for thread in threading.enumerate() if thread.name.startswith(("fuyou", "memory-meter"))
+    }
     return sorted(targets), threads, [child.pid for child in psutil.Process().children(recursive=True)]
 
 
@@ -127,7 +129,9 @@ def sweep(
         if failure is not None:
             assert issubclass(failure[0], FinetuneError) and len(failure[1]) > 20, (target, failure)
         assert held() == before, target
-        assert device.cudart is not None and not device.cudart.registered and not device.cudart.pending, target
+        assert device.cudart is not None and not device.cudart.registered and not device.cudart.pending, (
+            target
+        )
         ways["survived" if failure is None else failure[0].__name__] += 1
         print(target, failure)
         try:

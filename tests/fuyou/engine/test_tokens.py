@@ -35,7 +35,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dropping.resid_pdrop = dropping.embd_pdrop = dropping.attn_pdrop = 0.2
     routed.output_router_logits = True
     plain = {name: configs[name] for name in ("llama", "llama-tied")}
-    for name, config in {**plain, "gpt2, dropout": dropping, ROUTED: routed, "gpt2": tiny_configs()["gpt2"]}.items():
+    for name, config in {
+        **plain,
+        "gpt2, dropout": dropping,
+        ROUTED: routed,
+        "gpt2": tiny_configs()["gpt2"],
+    }.items():
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     return root
@@ -45,7 +50,9 @@ def adapters(**more: Any) -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **more)
 
 
-def in_memory(model: Path, dtype: str, clip: float | None = None, lora: bool = True, **more: Any) -> OwnLossInMemory:
+def in_memory(
+    model: Path, dtype: str, clip: float | None = None, lora: bool = True, **more: Any
+) -> OwnLossInMemory:
     real = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype])
     torch.manual_seed(0)
     return OwnLossInMemory(get_peft_model(real, adapters(**more)) if lora else real, clip)
@@ -88,7 +95,9 @@ def test_cross_entropy_is_the_engines_own(
                     loss = cross_entropy_step(trained, batch)
                 report = trained.step()
                 assert report.loss == pytest.approx(loss, rel=1e-7)
-                steps.append((loss, report.grad_norm, report.planned_read_bytes, report.planned_written_bytes))
+                steps.append(
+                    (loss, report.grad_norm, report.planned_read_bytes, report.planned_written_bytes)
+                )
             masters = {key: value.clone() for key, value in trained.named_parameters()}
             assert trained.io_bytes() == trained.planned_io_bytes()
         results.append((steps, masters))
@@ -146,7 +155,10 @@ def test_preferences_with_adapters(
 def test_reference_is_what_the_model_gives_without_adapters(
     dtype: str, more: dict[str, Any], checkpoints: Path, tmp_path: Path
 ) -> None:
-    twin, options = in_memory(checkpoints / "llama", dtype, **more), {"adapters": adapters(**more), "micro_batch": 3}
+    twin, options = (
+        in_memory(checkpoints / "llama", dtype, **more),
+        {"adapters": adapters(**more), "micro_batch": 3},
+    )
     batch = pairs(1)[0]
     with engine(checkpoints / "llama", directories(tmp_path, 1), dtype, **options) as trained:
         for _ in range(2):
@@ -171,9 +183,15 @@ def test_reference_is_what_the_model_gives_without_adapters(
         assert not torch.equal(both.log_probs, off.log_probs)
         assert loss == pytest.approx(-off.log_probs.sum().item() / off.mask.sum().item(), rel=1e-6)
         assert with_adapters != loss
-        with trained.disable_adapters(), pytest.raises(UserError, match="Without its adapters the model is not tr"):
+        with (
+            trained.disable_adapters(),
+            pytest.raises(UserError, match="Without its adapters the model is not tr"),
+        ):
             trained.tokens(**batch)
-        with trained.disable_adapters(), pytest.raises(UserError, match="Without its adapters the model is not tr"):
+        with (
+            trained.disable_adapters(),
+            pytest.raises(UserError, match="Without its adapters the model is not tr"),
+        ):
             trained(**batch)
 
 
@@ -211,13 +229,18 @@ def test_head_function_gets_its_inputs_and_counts_in_the_plan(checkpoints: Path,
     theirs = torch.randn(4, 32, 8, generator=generator).log_softmax(-1)
 
     def head(logits: torch.Tensor, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert logits.shape == (len(tokens["best"]), 211) and tokens["targets"].shape == tokens["input_ids"].shape
+        assert (
+            logits.shape == (len(tokens["best"]), 211)
+            and tokens["targets"].shape == tokens["input_ids"].shape
+        )
         return {"student": logits.float().gather(-1, tokens["best"]).log_softmax(-1)}
 
     real = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     batch = pairs(1)[0]
     logits = real(input_ids=batch["input_ids"], use_cache=False).logits
-    expected = functional.kl_div(logits.gather(-1, best).log_softmax(-1), theirs, log_target=True, reduction="sum")
+    expected = functional.kl_div(
+        logits.gather(-1, best).log_softmax(-1), theirs, log_target=True, reduction="sum"
+    )
     expected.backward()
     with engine(model, directories(tmp_path, 1), "fp32", micro_batch=3) as trained:
         out = trained.tokens(**batch, outputs=(), head=head, inputs={"best": best})
@@ -226,7 +249,9 @@ def test_head_function_gets_its_inputs_and_counts_in_the_plan(checkpoints: Path,
         trained.backward(7 * loss)  # in any scale
         report = trained.step()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        norm = math.sqrt(sum(float(parameter.grad.double().square().sum()) for parameter in real.parameters()))
+        norm = math.sqrt(
+            sum(float(parameter.grad.double().square().sum()) for parameter in real.parameters())
+        )
         assert report.grad_norm == pytest.approx(7 * norm, rel=1e-6)
 
 
@@ -243,7 +268,10 @@ def test_a_missing_thing_is_reported_in_one_sentence(checkpoints: Path, tmp_path
         ):
             with pytest.raises(UserError, match=message):
                 trained.tokens(**batch, **asked)
-        with pytest.raises(UserError, match="this run trains the weights themselves"), trained.disable_adapters():
+        with (
+            pytest.raises(UserError, match="this run trains the weights themselves"),
+            trained.disable_adapters(),
+        ):
             pass
         with pytest.raises(FinetuneError, match=r"comes after engine\.tokens"):
             trained.backward(torch.zeros(()))
@@ -268,7 +296,9 @@ def test_memory_and_bytes_with_a_large_vocabulary_and_a_reference(tmp_path: Path
     """In its own process, and not a forked one: pages that are there already would count when they are used."""
     code = "import sys; sys.path.append('scripts'); "  # of the memory meter
     code += f"from {__name__} import train_with_a_large_vocabulary as train; train({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -13,20 +13,39 @@ from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from common.models.vision import tower_parameters
 from fuyou.model.blocks.calls import BlockCalls
-from tests.helpers.models.vision_families import NAMED, OTHERS, PlainLoop, image_batch, save_checkpoint, text_batch
+from tests.helpers.models.vision_families import (
+    NAMED,
+    OTHERS,
+    PlainLoop,
+    image_batch,
+    save_checkpoint,
+    text_batch,
+)
 
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}  # at 1e-8, gradients that are rounding become updates
+OPTIONS = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "eps": 1e-6,
+}  # at 1e-8, gradients that are rounding become updates
 
 
 def engine(checkpoint: Path, ssd: Path, **options: Any) -> fuyou.Engine:
     ssd.mkdir()
-    usual = {"dtype": "fp32", "host_memory": "600MiB", "micro_batch": 2, "batch_shape": (3, 44), "prove": False}
+    usual = {
+        "dtype": "fp32",
+        "host_memory": "600MiB",
+        "micro_batch": 2,
+        "batch_shape": (3, 44),
+        "prove": False,
+    }
     options = {**usual, **OPTIONS, **options}
     return fuyou.Engine(checkpoint, ssd=[ssd], **options)
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()
+    }
 
 
 def train(trained: fuyou.Engine, loop: PlainLoop, batches: list[dict[str, Any]]) -> None:
@@ -138,7 +157,10 @@ def test_images_of_a_batch_that_is_split_come_as_lists(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", "internvl")
     batch = image_batch("internvl", 2)
     batch["pixel_values"] = torch.zeros(5, 3, 16, 16)
-    with engine(source, tmp_path / "ssd") as trained, pytest.raises(UserError, match="give a list of 3 tensors"):
+    with (
+        engine(source, tmp_path / "ssd") as trained,
+        pytest.raises(UserError, match="give a list of 3 tensors"),
+    ):
         trained(**batch)
 
 

@@ -10,12 +10,16 @@ from fuyou.engine.write_watch import WriteWatch
 from tests.helpers.profiles import PROFILE
 
 
-def test_slow_writes_are_noticed_once_and_the_next_plan_counts_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_writes_are_noticed_once_and_the_next_plan_counts_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A rank of two has half of 1 GB/s, and then a quarter of that."""
     saved: list[Any] = []
     monkeypatch.setattr(write_watch, "save", lambda profile, *_: saved.append(profile))
     share = SimpleNamespace(rank=0)
-    context: Any = SimpleNamespace(job=SimpleNamespace(layout=SimpleNamespace(share=share)), workload=None, device=None)
+    context: Any = SimpleNamespace(
+        job=SimpleNamespace(layout=SimpleNamespace(share=share)), workload=None, device=None
+    )
     watch, second, each = WriteWatch(PROFILE, context, 2), 0.0, 10**9
     for step, rate in enumerate([0.5e9] * 4 + [0.125e9] * 2, 1):
         watch.step([(second, second + each / rate)], (0, step * each))

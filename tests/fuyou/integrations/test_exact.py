@@ -31,7 +31,11 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "gpt2": GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=2, n_positions=64, **DROPOUT),
     "mixtral": MixtralConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.05
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.05,
     ),
 }
 STEPS, LR = 5, 1e-3
@@ -76,7 +80,11 @@ def trainer(kind: str, model: Any, reference: Any, optimizer: Any, folder: Path,
             return trl.SFTTrainer(model, trl.SFTConfig(str(folder), packing=True, **options), **data)
         case "dpo":
             weighted = isinstance(model.config, GPT2Config)
-            options |= {"disable_dropout": False, "use_weighting": weighted, "precompute_ref_log_probs": not weighted}
+            options |= {
+                "disable_dropout": False,
+                "use_weighting": weighted,
+                "precompute_ref_log_probs": not weighted,
+            }
             return trl.DPOTrainer(model, reference, trl.DPOConfig(str(folder), beta=0.3, **options), **data)
         case "kto":
             return trl.KTOTrainer(model, reference, trl.KTOConfig(str(folder), beta=0.3, **options), **data)
@@ -106,7 +114,9 @@ def figures(done: Any) -> list[dict[str, float]]:
         ("reward", "gpt2", False, 8),
     ]),
 ])  # fmt: skip
-def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkpoints: Path, tmp_path: Path) -> None:
+def test_a_trainer_of_trl(
+    kind: str, family: str, lora: bool, micro: int, checkpoints: Path, tmp_path: Path
+) -> None:
     """Weights to 1e-5, and all that is logged, to 1e-5 of it."""
     path = checkpoints / (f"{family}-reward" if kind == "reward" else family)
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
@@ -117,7 +127,9 @@ def test_a_trainer_of_trl(kind: str, family: str, lora: bool, micro: int, checkp
         model = get_peft_model(model, adapters()).get_base_model()
     kept = auto.from_pretrained(path, dtype=torch.float32) if kind in ("dpo", "kto") else None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    memory = trainer(kind, model, kept, torch.optim.AdamW(trained, lr=LR, weight_decay=0.0), tmp_path / "a", tokenizer)
+    memory = trainer(
+        kind, model, kept, torch.optim.AdamW(trained, lr=LR, weight_decay=0.0), tmp_path / "a", tokenizer
+    )
     memory.train()
     (tmp_path / "ssd").mkdir()
     with fuyou.Engine(

@@ -41,7 +41,9 @@ def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) ->
     return [-sum(row) / len(row) / 384 for row in completion_ids]
 
 
-def trainer_of(model: Any, optimizer: torch.optim.Optimizer, folder: Path, rollout: Any, tokenizer: Any) -> Any:
+def trainer_of(
+    model: Any, optimizer: torch.optim.Optimizer, folder: Path, rollout: Any, tokenizer: Any
+) -> Any:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 

@@ -112,7 +112,11 @@ class Texts(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(3, 384, (24,), generator=generator)
         shown = torch.arange(24) < 10 + index % 14
-        return {"input_ids": ids * shown, "attention_mask": shown.long(), "labels": ids.masked_fill(~shown, -100)}
+        return {
+            "input_ids": ids * shown,
+            "attention_mask": shown.long(),
+            "labels": ids.masked_fill(~shown, -100),
+        }
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -151,7 +155,9 @@ def test_a_trainer_continues_from_its_checkpoint(checkpoints: Path, tmp_path: Pa
         ssd.mkdir(exist_ok=True)
         with fuyou.Engine(checkpoints / "lm", ssd=[ssd], **options) as trained:
             model = as_model(trained)
-            args = arguments(TrainingArguments, folder, save_strategy="steps", save_steps=2, max_grad_norm=0.0)
+            args = arguments(
+                TrainingArguments, folder, save_strategy="steps", save_steps=2, max_grad_norm=0.0
+            )
             trainer = Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
             if steps < STEPS:
                 trainer.add_callback(_StopAfter(steps))
@@ -177,7 +183,10 @@ def test_what_a_trainer_cannot_do_is_reported(checkpoints: Path, tmp_path: Path)
             EngineOptimizer(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
         for options, message in (
             ({"max_grad_norm": 0.01}, r"differ: max_grad_norm=0.01 \(0\)"),
-            ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}, "set gradient_accumulation_steps to 1"),
+            (
+                {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0},
+                "set gradient_accumulation_steps to 1",
+            ),
         ):
             args = arguments(TrainingArguments, tmp_path / "out", **options)
             trainer = Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
@@ -210,13 +219,19 @@ def test_arguments_that_the_engine_would_ignore_are_rejected_before_the_first_st
 ) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
         model = as_model(trained)
-        given: Any = {"train_dataset": Texts(), "eval_dataset": Texts(), "optimizers": (EngineOptimizer(model), None)}
+        given: Any = {
+            "train_dataset": Texts(),
+            "eval_dataset": Texts(),
+            "optimizers": (EngineOptimizer(model), None),
+        }
         for options, message in IGNORED:
             trainer = Trainer(model, arguments(TrainingArguments, tmp_path / "out", **options), **given)
             with pytest.raises(UserError, match=message):
                 trainer.train()
             assert trained.step_count == 0 and not trained.in_step
-        trainer = Trainer(model, arguments(TrainingArguments, tmp_path / "out"), **given, compute_metrics=lambda _: {})
+        trainer = Trainer(
+            model, arguments(TrainingArguments, tmp_path / "out"), **given, compute_metrics=lambda _: {}
+        )
         with pytest.raises(UserError, match="compute_metrics needs the logits"):
             trainer.evaluate()
         with pytest.raises(ValueError, match="cycle_momentum"):  # betas are the engine's for the whole run
@@ -228,7 +243,9 @@ def test_arguments_that_the_engine_would_ignore_are_rejected_before_the_first_st
 def test_a_checkpoint_of_weights_alone_that_is_of_another_step(checkpoints: Path, tmp_path: Path) -> None:
     with engine(checkpoints / "lm", tmp_path / "ssd") as trained:
         model = as_model(trained)
-        args = arguments(TrainingArguments, tmp_path / "out", save_strategy="steps", save_steps=2, save_only_model=True)
+        args = arguments(
+            TrainingArguments, tmp_path / "out", save_strategy="steps", save_steps=2, save_only_model=True
+        )
 
         def trainer() -> Trainer:
             return Trainer(model, args, train_dataset=Texts(), optimizers=(EngineOptimizer(model), None))
@@ -251,7 +268,9 @@ def test_what_trl_would_load_or_adapt_is_rejected(
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "lm")
     beta = {"beta": 0.1, "num_generations": 4} if kind == "GRPO" else {}
     args = arguments(getattr(trl, f"{kind}Config"), tmp_path / "out", **beta)
-    with engine(checkpoints / "lm", tmp_path / "ssd", adapters=adapters() if kind == "GRPO" else None) as trained:
+    with engine(
+        checkpoints / "lm", tmp_path / "ssd", adapters=adapters() if kind == "GRPO" else None
+    ) as trained:
         model = as_model(trained)
         if kind == "GRPO":  # it has a reference
             reference, ids = as_reference(trained), torch.ones(1, 3, dtype=torch.int64)
@@ -279,7 +298,9 @@ def test_a_classifier_has_the_loss_of_its_family(labels: int, tmp_path: Path) ->
         found = as_model(trained)(input_ids=ids, labels=wanted)
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
         found.loss.backward()
-        norm = torch.stack([value.grad.norm() for value in model.parameters() if value.grad is not None]).norm()
+        norm = torch.stack(
+            [value.grad.norm() for value in model.parameters() if value.grad is not None]
+        ).norm()
         assert trained.gradient_norm() == pytest.approx(float(norm), rel=1e-5)
         trained.step()
 

@@ -23,7 +23,11 @@ from tests.helpers.engines import engine as plain_engine
 from tests.helpers.twin import tiny_configs
 
 #: Bytes per element, and the root mean square error of normal numbers relative to theirs, measured.
-COSTS = {FrozenDtype.INT8: (260 / 256, 0.0075), FrozenDtype.NF4: (36 / 64, 0.095), FrozenDtype.PLAIN: (2, 0.0)}
+COSTS = {
+    FrozenDtype.INT8: (260 / 256, 0.0075),
+    FrozenDtype.NF4: (36 / 64, 0.095),
+    FrozenDtype.PLAIN: (2, 0.0),
+}
 
 
 @pytest.mark.parametrize("kept", COSTS)
@@ -59,7 +63,9 @@ def test_rows_decoded_together_are_the_same(kept: FrozenDtype, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kept", [FrozenDtype.INT8, FrozenDtype.NF4])
-def test_a_late_failure_to_compile_decodes_few_rows_at_once(kept: FrozenDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure_to_compile_decodes_few_rows_at_once(
+    kept: FrozenDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small function compiles, and what decodes does not: memory for more rows is in no plan."""
     monkeypatch.setattr(frozen_weights, "ROW_ELEMENTS", 4096)
     matrices = 30 * 4096
@@ -77,7 +83,9 @@ def test_a_late_failure_to_compile_decodes_few_rows_at_once(kept: FrozenDtype, m
 
     def noted(function: Callable[..., None], device: torch.device, *arguments: Any) -> None:
         run(function, device, *arguments)
-        rows.extend(len(each) for each in arguments if each is not None and getattr(each, "dtype", 0) == flat.dtype)
+        rows.extend(
+            len(each) for each in arguments if each is not None and getattr(each, "dtype", 0) == flat.dtype
+        )
 
     run = quantization.run_fused
     monkeypatch.setattr(quantization, "_compiled", compiled)

@@ -76,7 +76,10 @@ def compressed(name: str) -> tuple[list[CompressedParameter], float]:
         return [CompressedParameter(tensor, (HIDDEN, 1), (0,))] * 3, 40
     if name == "fp8 experts":
         shape = (INNER // EXPERTS, HIDDEN)
-        components = (Component("codes", FP8, shape), Component("scale", FP32, (shape[0] // 128, HIDDEN // 128)))
+        components = (
+            Component("codes", FP8, shape),
+            Component("scale", FP32, (shape[0] // 128, HIDDEN // 128)),
+        )
         tensor = CompressedTensor("e4m3", shape, (128, 128), torch.bfloat16, components)
         offsets = tuple(number * shape[0] * HIDDEN for number in range(EXPERTS))
         return [CompressedParameter(tensor, (HIDDEN, 1), offsets)] * 3, 40
@@ -114,7 +117,9 @@ def test_a_compressed_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "int8", "fp8 experts", "mxfp4"])
-def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_one_kernel_with_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiled by Inductor for the processor instead."""
     monkeypatch.setattr("tests.fuyou.layout.test_launches.HIDDEN", 256)
     monkeypatch.setattr("tests.fuyou.layout.test_launches.INNER", 2048)
@@ -125,7 +130,9 @@ def test_what_is_compiled_is_one_kernel_with_the_same_bits(name: str, monkeypatc
         if name in ("nf4", "int8"):
             stored = FrozenDtype(name)
             payload = torch.empty(stored.used_nbytes(flat.numel(), 0, flat.dtype), dtype=UINT8)
-            stored.encode(torch.randn(flat.numel(), generator=generator).to(flat.dtype), flat.numel(), payload)
+            stored.encode(
+                torch.randn(flat.numel(), generator=generator).to(flat.dtype), flat.numel(), payload
+            )
             metrics.reset()
             stored.decode(payload, flat.numel(), flat)
         else:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from common.memory.buffers import PAGE
 from common.store import Layout
 from common.store.layout import pieces
-from fuyou.layout.record import FROZEN_FILE, PAGE_ELEMENTS, Kind, Precision, Record, allocate_extents, weights_file
+from fuyou.layout.record import (
+    FROZEN_FILE,
+    PAGE_ELEMENTS,
+    Kind,
+    Precision,
+    Record,
+    allocate_extents,
+    weights_file,
+)
 from fuyou.layout.record_parts import ALIGN_ELEMENTS, is_matrix
 from fuyou.layout.share import Share
 
@@ -79,7 +87,9 @@ def test_extents(wanted: list[Record], directories: int) -> None:
     assert len(extents) == len(wanted)
     for record, places in zip(wanted, extents, strict=True):
         if not record.trainable:
-            assert len(places.parameters) == 1 and not places.states and places.parameters[0].file == FROZEN_FILE
+            assert (
+                len(places.parameters) == 1 and not places.states and places.parameters[0].file == FROZEN_FILE
+            )
             assert places.parameters[0].nbytes == record.numel * record.precision.parameter_bytes
             continue
         assert len(places.parameters) == len(places.states) == 2
@@ -128,7 +138,9 @@ def test_which_parameters_are_rounded(name: str, shape: tuple[int, ...], matrix:
 def test_a_share_does_not_depend_on_an_earlier_share(trainable: bool) -> None:
     """Ranks that continue a run of other ranks know both layouts."""
     parameters = [(("matrix",), (64, 70), True), (("bias",), (7,), False)]
-    record = Record.build(0, "block 0", Kind.BLOCK, Precision(torch.bfloat16), parameters, trainable=trainable)
+    record = Record.build(
+        0, "block 0", Kind.BLOCK, Precision(torch.bfloat16), parameters, trainable=trainable
+    )
     shares = [Share(), Share(1, 2, 0, 1), Share(3, 1, 2, 0)]
     for first in shares:
         for second in shares:

@@ -28,7 +28,9 @@ def test_terms_next_to_the_cross_entropy_are_seen(monkeypatch: pytest.MonkeyPatc
     model = model_of("llama")
     plain = model.loss_function
 
-    def with_z_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: object) -> torch.Tensor:
+    def with_z_loss(
+        logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: object
+    ) -> torch.Tensor:
         return plain(logits, labels, vocab_size) + 1e-2 * logits.logsumexp(-1).square().mean()
 
     monkeypatch.setattr(type(model), "loss_function", property(lambda self: with_z_loss))

@@ -48,7 +48,10 @@ def unpacked(rows: int = 2) -> dict[str, torch.Tensor]:
     """One document in each row."""
     generator = torch.Generator().manual_seed(1)
     positions = torch.arange(SEQ_LEN).expand(rows, -1).contiguous()
-    return {"input_ids": torch.randint(3, 199, (rows, SEQ_LEN), generator=generator), "position_ids": positions}
+    return {
+        "input_ids": torch.randint(3, 199, (rows, SEQ_LEN), generator=generator),
+        "position_ids": positions,
+    }
 
 
 @contextmanager
@@ -147,7 +150,9 @@ def test_records_hold_every_parameter_once(family: str, tied: bool) -> None:
     if tied:
         assert layout.embedding == layout.head and len(layout.records) == 4
     else:
-        assert [record.name for record in layout.records[:2]] == ["embedding", "head"] and len(layout.records) == 5
+        assert [record.name for record in layout.records[:2]] == ["embedding", "head"] and len(
+            layout.records
+        ) == 5
         assert {slot.name for slot in layout.records[layout.embedding].parameters} == {
             name for name, _ in weights_of(stack)
             if not name.startswith(f"{stack.block_prefix}.") and stack.runs_before_blocks(name)
@@ -158,7 +163,13 @@ def test_fingerprints_tell_layouts_apart() -> None:
     precision = Precision(torch.float32)
     prints = [
         fingerprint(model_records(streamed("llama", torch.float32, **changes), precision).records)
-        for changes in ({}, {}, {"tie_word_embeddings": True}, {"num_hidden_layers": 2}, {"intermediate_size": 56})
+        for changes in (
+            {},
+            {},
+            {"tie_word_embeddings": True},
+            {"num_hidden_layers": 2},
+            {"intermediate_size": 56},
+        )
     ]
     assert prints[0] == prints[1] and len(set(prints)) == 4
 
@@ -171,7 +182,9 @@ class Block(nn.Module):
         super().__init__()
         self.mix = nn.Linear(size, size)
 
-    def forward(self, hidden: torch.Tensor, scale: float = 1.0, use_cache: bool = False) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden: torch.Tensor, scale: float = 1.0, use_cache: bool = False
+    ) -> tuple[torch.Tensor, None]:
         return hidden + torch.tanh(self.mix(hidden)) * scale, None
 
 

@@ -23,7 +23,9 @@ def batch(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def learn(rows: slice, **options: Any) -> Learned:
     log_probs, mask, reference = (each[rows] for each in batch(5))
-    return PairObjective(BETA).learn(BatchNumbers(TokenOutput({"log_probs": log_probs}, mask), reference, **options))
+    return PairObjective(BETA).learn(
+        BatchNumbers(TokenOutput({"log_probs": log_probs}, mask), reference, **options)
+    )
 
 
 def by_hand() -> float:
@@ -31,7 +33,9 @@ def by_hand() -> float:
     total = 0.0
     for pair in range(5):
         ratios = [
-            sum(float(log_probs[row, place] - reference[row, place]) for place in range(9) if mask[row, place])
+            sum(
+                float(log_probs[row, place] - reference[row, place]) for place in range(9) if mask[row, place]
+            )
             for row in (2 * pair, 2 * pair + 1)
         ]
         total -= math.log(1 / (1 + math.exp(-BETA * (ratios[0] - ratios[1]))))
@@ -48,7 +52,9 @@ def test_the_loss_is_that_of_the_paper() -> None:
 
 def test_a_model_that_is_its_reference_has_a_loss_of_ln_2() -> None:
     log_probs, mask, _ = batch(5)
-    sums = (log_probs * mask).sum(1)  # as a reference that was computed before training: a number for each row
+    sums = (log_probs * mask).sum(
+        1
+    )  # as a reference that was computed before training: a number for each row
     assert float(
         PairObjective(BETA).learn(BatchNumbers(TokenOutput({"log_probs": log_probs}, mask), sums)).loss
     ) == math.log(2)

@@ -36,7 +36,9 @@ def names(layout: Record, indices: tuple[int, ...]) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_sum_over_ranks_has_none_only_where_no_rank_has_one(ranks: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_sum_over_ranks_has_none_only_where_no_rank_has_one(
+    ranks: tuple[int, int], dtype: torch.dtype
+) -> None:
     shares = Share(*ranks).everyone()
     total, world = None, len(shares)
     for rank in range(world):
@@ -61,14 +63,18 @@ def test_a_sum_over_ranks_has_none_only_where_no_rank_has_one(ranks: tuple[int, 
 
 
 @pytest.mark.parametrize("count", [128, 1152, 5248])
-def test_equals_torch_adamw_where_some_gradients_are_none(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_torch_adamw_where_some_gradients_are_none(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three parameters, of which the second has a gradient, then none, then one again, and the third never has one."""
     monkeypatch.setattr(chunk_update, "PASS_ELEMENTS", 1024)
     config = AdamConfig(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
     parameters = [torch.nn.Parameter(torch.randn(count)) for _ in range(3)]
     master = torch.cat([parameter.detach() for parameter in parameters])
     mean, variance = torch.zeros_like(master), torch.zeros_like(master)
-    torch_adam = torch.optim.AdamW(parameters, config.lr, config.betas, config.eps, config.weight_decay, fused=True)
+    torch_adam = torch.optim.AdamW(
+        parameters, config.lr, config.betas, config.eps, config.weight_decay, fused=True
+    )
     missed = [0, 0, 0]
     for step, there in enumerate([(0, 1), (0,), (0,), (0, 1), (1,), ()], start=1):
         gradient = torch.randn(3 * count)
@@ -130,7 +136,9 @@ def test_experts_without_tokens(dtype: str, options: dict[str, Any], routed: Pat
                     had[name].append(count > before[name])
             compare(trained, twin)
     histories = {"".join("01"[there] for there in history).lstrip("0") for history in had.values()}
-    assert any("1" in history.partition("0")[2] for history in histories), "one had some, none, and some again"
+    assert any("1" in history.partition("0")[2] for history in histories), (
+        "one had some, none, and some again"
+    )
     assert not any(had["blocks.0.experts.7.weight"]), "one never had any"
     if "clip_by" in options:
         assert len(set(clipped)) == 2

@@ -37,7 +37,9 @@ def twin_step(
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_split_weights_equal_a_plain_master(count: int, decay: bool, scale: float, dtype: torch.dtype) -> None:
+def test_split_weights_equal_a_plain_master(
+    count: int, decay: bool, scale: float, dtype: torch.dtype
+) -> None:
     master = randn(count, 1)
     ours = SplitRange(master)
     mean, variance = torch.zeros(count), torch.zeros(count)

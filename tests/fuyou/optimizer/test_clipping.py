@@ -93,7 +93,9 @@ def test_records_in_host_memory_and_a_break_after_a_clipped_step(
 def test_nothing_is_kept_on_ssd_or_done_again_where_clipping_never_strikes(
     checkpoints: Path, tmp_path: Path, lists: list[StepList]
 ) -> None:
-    check(checkpoints / "gpt2", directories(tmp_path, 1), dtype="bf16", micro_batch=2, clip=1e9, **SPECULATION)
+    check(
+        checkpoints / "gpt2", directories(tmp_path, 1), dtype="bf16", micro_batch=2, clip=1e9, **SPECULATION
+    )
     assert moved(lists, Op.GRADIENT_WRITE) == moved(lists, Op.GRADIENT_READ) == 0
     updates = [(task.step, task.record) for tasks in lists for task in tasks.tasks if task.op is Op.UPDATE]
     assert len(updates) == len(set(updates)) > 5
@@ -111,7 +113,9 @@ def test_what_is_in_the_way() -> None:
 
 def test_an_engine_rejects_what_cannot_be(checkpoints: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not possible"):
-        engine(checkpoints / "llama", directories(tmp_path, 1), max_grad_norm=1.0, commit_every=2, **SPECULATION)
+        engine(
+            checkpoints / "llama", directories(tmp_path, 1), max_grad_norm=1.0, commit_every=2, **SPECULATION
+        )
 
 
 def test_how_often_it_is_expected_to_strike(tmp_path: Path) -> None:

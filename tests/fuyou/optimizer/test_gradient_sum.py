@@ -81,4 +81,6 @@ def test_a_parameter_that_only_the_second_micro_batch_reaches() -> None:
         torch.stack([weights[name].sum() for name in names]).sum().backward()
     ours.finish()
     views = layout.views(ours.flat)
-    assert torch.equal(views["up"], torch.full((7, 5), 2.0)) and torch.equal(views["norm"], torch.full((5,), 2.0))
+    assert torch.equal(views["up"], torch.full((7, 5), 2.0)) and torch.equal(
+        views["norm"], torch.full((5,), 2.0)
+    )

@@ -20,7 +20,9 @@ from fuyou.optimizer import chunk_update, kernels
 from fuyou.optimizer.chunk_update import slow_updates
 
 BF16 = Precision(torch.bfloat16)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, kernels.COMPILERS)), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, kernels.COMPILERS)), reason="needs a C++ compiler"
+)
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ def library(tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_damaged_library_is_compiled_again(build: Callable[[], Any], compiled: list[Any], tmp_path: Path) -> None:
+def test_a_damaged_library_is_compiled_again(
+    build: Callable[[], Any], compiled: list[Any], tmp_path: Path
+) -> None:
     assert isinstance(build(), ctypes.CDLL) and len(compiled) == 1
     assert isinstance(build(), ctypes.CDLL) and len(compiled) == 1
     whole = library(tmp_path).read_bytes()

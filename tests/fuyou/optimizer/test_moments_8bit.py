@@ -26,7 +26,10 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 
 def kept(code: MomentCode, values: torch.Tensor) -> torch.Tensor:
-    codes, scales = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(values.numel() // BLOCK_ELEMENTS)
+    codes, scales = (
+        torch.empty(values.numel(), dtype=torch.uint8),
+        torch.empty(values.numel() // BLOCK_ELEMENTS),
+    )
     code.encode(values, codes, scales)
     result = torch.empty_like(values)
     code.decode(codes, scales, result)
@@ -52,8 +55,12 @@ def test_codes_are_the_papers(code: MomentCode) -> None:
 
 
 def test_master_weights_of_24_bits() -> None:
-    bits = torch.randint(-(2**31), 2**31, (COUNT,), generator=torch.Generator().manual_seed(5)).to(torch.int32)
-    bits[:4] = torch.tensor([0x3F808080, 0x3F807F80, 0x3F80FF80, 0x3FFFFF80])  # ties, with and without a carry
+    bits = torch.randint(-(2**31), 2**31, (COUNT,), generator=torch.Generator().manual_seed(5)).to(
+        torch.int32
+    )
+    bits[:4] = torch.tensor(
+        [0x3F808080, 0x3F807F80, 0x3F80FF80, 0x3FFFFF80]
+    )  # ties, with and without a carry
     masters = bits.view(torch.float32)
     masters = masters[masters.isfinite() & (masters.abs() > 1e-37) & (masters.abs() < 1e38)]
     high, low = torch.empty_like(masters, dtype=torch.bfloat16), torch.empty_like(masters, dtype=torch.int8)
@@ -67,7 +74,9 @@ def test_master_weights_of_24_bits() -> None:
 
 
 def test_optimizers_that_there_are_not() -> None:
-    with pytest.raises(UserError, match=r"optimizer must be adamw or adamw8bit, not 'adam'. Did you mean 'adamw'"):
+    with pytest.raises(
+        UserError, match=r"optimizer must be adamw or adamw8bit, not 'adam'. Did you mean 'adamw'"
+    ):
         Precision.named("bf16", "adam")
 
 
@@ -77,7 +86,9 @@ def test_a_store_of_an_earlier_versions_moments_is_rejected_by_name(tmp_path: Pa
 
     store = cast(Store, SimpleNamespace(id="id", directories=[tmp_path]))
     assert check_state(store, state("torch.uint8").to_dict(), state("torch.uint8")) == state("torch.uint8")
-    with pytest.raises(UserError, match=r"keeps moments of adamw8bit in torch\.float32, as an earlier version did"):
+    with pytest.raises(
+        UserError, match=r"keeps moments of adamw8bit in torch\.float32, as an earlier version did"
+    ):
         check_state(store, state("torch.float32").to_dict(), state("torch.uint8"))
     with pytest.raises(UserError, match="keeps moments of lion"):
         check_state(store, state("torch.float32", "lion").to_dict(), state("torch.float32", "adamw"))
@@ -106,7 +117,9 @@ def test_compiled_updates_give_the_same_bits(optimizer: str, dtype: torch.dtype)
         update = Update(step, CONFIG, gradient_scale=1.0 if decay else 0.3)
         for states, own in ((plain, None), (compiled, kernels)):
             ChunkOptimizer(optimizer, own).update(states, gradient, update, decay=decay, runs=runs)
-    for one, other in zip((*plain[:2], *plain[2], *plain[3]), (*compiled[:2], *compiled[2], *compiled[3]), strict=True):
+    for one, other in zip(
+        (*plain[:2], *plain[2], *plain[3]), (*compiled[:2], *compiled[2], *compiled[3]), strict=True
+    ):
         assert (one is None and other is None) or torch.equal(one, other)
     first = states_of(optimizer, dtype)
     assert torch.equal(first.parameter[5 * 128 : 7 * 128], compiled.parameter[5 * 128 : 7 * 128])

@@ -36,7 +36,13 @@ def batch(number: int, bad: bool = False) -> dict[str, torch.Tensor]:
 def engine_of(model: Path, ssd: Path, **options: Any) -> fuyou.Engine:
     ssd.mkdir(exist_ok=True)
     return fuyou.Engine(
-        model, ssd=[ssd], host_memory="600MiB", micro_batch=1, batch_shape=(2, SEQ_LEN), dtype="fp32", **options
+        model,
+        ssd=[ssd],
+        host_memory="600MiB",
+        micro_batch=1,
+        batch_shape=(2, SEQ_LEN),
+        dtype="fp32",
+        **options,
     )
 
 
@@ -54,7 +60,9 @@ def train(engine: fuyou.Engine, numbers: Sequence[int], bad: Sequence[int] = ())
     {}, {"max_grad_norm": 0.5, "clip_by": "speculation"}, {"commit_every": 2},
     pytest.param({"max_grad_norm": 0.5, "host_cache": 0}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
-def test_a_step_that_is_not_finite_leaves_no_trace(poisoned: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_step_that_is_not_finite_leaves_no_trace(
+    poisoned: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     with engine_of(poisoned, tmp_path / "without", **options) as engine:
         losses = train(engine, (1, 2, 3, 4))
         engine.flush()
@@ -62,7 +70,9 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poisoned: Path, tmp_path: Pat
     with engine_of(poisoned, tmp_path / "with", **options) as engine:
         assert train(engine, (1, 2, 3)) == losses[:3]
         engine.flush()
-        with pytest.raises(NonFiniteLoss, match=r"The loss of step 4 is nan\. Training stops; step 3 is committed"):
+        with pytest.raises(
+            NonFiniteLoss, match=r"The loss of step 4 is nan\. Training stops; step 3 is committed"
+        ):
             train(engine, (4,), bad=(4,))
     with engine_of(poisoned, tmp_path / "with", resume=True, **options) as engine:
         assert engine.step_count == 3

@@ -45,7 +45,9 @@ def check(bits: np.ndarray) -> None:
     high, _, joined = parts(bits)
     is_nan = (bits & 0x7FFF_FFFF) > INFINITY
     assert np.array_equal(joined.numpy().view(np.uint32)[~is_nan], bits[~is_nan])
-    assert bool(high[torch.from_numpy(is_nan)].isnan().all()) and bool(joined[torch.from_numpy(is_nan)].isnan().all())
+    assert bool(high[torch.from_numpy(is_nan)].isnan().all()) and bool(
+        joined[torch.from_numpy(is_nan)].isnan().all()
+    )
     rounded = high.view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(rounded[~is_nan], nearest(bits[~is_nan]))
     check_in_place(bits[~is_nan], high[torch.from_numpy(~is_nan)])

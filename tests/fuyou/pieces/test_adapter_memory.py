@@ -23,7 +23,9 @@ def passed(model: PieceModel, backward: bool) -> tuple[int, PieceDriver]:
     given = model.inputs([1], tokens=TOKENS)
     hidden = given.hidden[0].detach().requires_grad_(backward)
     adapters = {
-        name: value.clone().requires_grad_(backward) for name, value in model.of_block(0).items() if name not in base
+        name: value.clone().requires_grad_(backward)
+        for name, value in model.of_block(0).items()
+        if name not in base
     }
 
     def work() -> int:
@@ -35,7 +37,9 @@ def passed(model: PieceModel, backward: bool) -> tuple[int, PieceDriver]:
 
     with model.stack.bound(adapters), driver.handles.bound(), torch.set_grad_enabled(backward):
         run = PieceRun(work)
-        driver.go([stage.piece for stage in driver.order.backward] if backward else driver.order.forward, [run])
+        driver.go(
+            [stage.piece for stage in driver.order.backward] if backward else driver.order.forward, [run]
+        )
     return run.result(), driver
 
 

@@ -97,7 +97,9 @@ def test_equal_blocks_of_a_large_mixture_are_learnt_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(division, "record", record)
     for layer in range(len(stack.blocks)):
         prefix = f"{stack.block_prefix}.{layer}."
-        own = {name: value.nbytes for name, value in stack.model.named_parameters() if name.startswith(prefix)}
+        own = {
+            name: value.nbytes for name, value in stack.model.named_parameters() if name.startswith(prefix)
+        }
         pieces = divide(stack, layer, 1 << 30, list(own), own.__getitem__)
         find_order(stack, layer, pieces)
         counts.append(len(pieces))

@@ -23,7 +23,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
 
 
-def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool = False, **inputs) -> PieceDriver:
+def compare(
+    model: PieceModel, layer: int, rows: list[int], *, micro_major: bool = False, **inputs
+) -> PieceDriver:
     """One forward and one backward pass of a block, both ways."""
     given = model.inputs(rows, **inputs)
     ordinary = OrdinaryBlock(model.stack, layer, model.of_block(layer))
@@ -40,7 +42,9 @@ def compare(model: PieceModel, layer: int, rows: list[int], *, micro_major: bool
     }
     with model.stack.bound(others) if others else contextlib.nullcontext():
         outputs = driver.forward(given.hidden, given.calls)
-        gradients = driver.backward(given.hidden, given.calls, given.gradients, piece_by_piece=not micro_major)
+        gradients = driver.backward(
+            given.hidden, given.calls, given.gradients, piece_by_piece=not micro_major
+        )
     for got, wanted in zip(outputs + gradients, expected + expected_gradients, strict=True):
         assert torch.equal(got, wanted)
     whole = driver.whole_gradients()
@@ -66,7 +70,13 @@ def test_all_trained(family, dtype):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "llama4_text", "gemma4_text", "mamba", pytest.param("glm4_moe_lite", marks=pytest.mark.slow)],
+    [
+        "qwen3_next",
+        "llama4_text",
+        "gemma4_text",
+        "mamba",
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+    ],
 )
 def test_other_kinds_of_blocks(family):
     """Linear attention, experts outside of transformers' interface, links between blocks."""
@@ -94,7 +104,9 @@ def test_frozen_base_with_adapters(family, dtype):
 
 def test_loops_over_experts_are_rejected():
     model = PieceModel("qwen3_moe", experts="eager")
-    with pytest.raises(UserError, match="implementation 'eager', which cannot be cut in pieces: use grouped_mm"):
+    with pytest.raises(
+        UserError, match="implementation 'eager', which cannot be cut in pieces: use grouped_mm"
+    ):
         PieceDriver(model.stack, 0, model.base_of_block(0))
 
 
@@ -175,5 +187,7 @@ def test_several_adapters_at_once_are_rejected():
     wrapper = model.stack.model.get_submodule("model.layers.0.mlp.experts")
     wrapper.update_layer("second", 2, 4, adapted_experts("mixtral"))
     wrapper._active_adapter = ["default", "second"]
-    with pytest.raises(UserError, match=r"the active adapters .'default', 'second'.: in pieces there must be one"):
+    with pytest.raises(
+        UserError, match=r"the active adapters .'default', 'second'.: in pieces there must be one"
+    ):
         PieceDriver(model.stack, 0, model.base_of_block(0))

@@ -34,7 +34,9 @@ def test_a_whole_model_of_transformers(family):
     outer = {name: value for name, value in weights.items() if not name.startswith(prefix)}
     drivers = [
         PieceDriver(
-            stack, layer, {name: value for name, value in weights.items() if name.startswith(f"{prefix}{layer}.")}
+            stack,
+            layer,
+            {name: value for name, value in weights.items() if name.startswith(f"{prefix}{layer}.")},
         )
         for layer in range(len(stack.blocks))
     ]

@@ -41,7 +41,10 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return replace(PROFILE, measured_at=time.time())
 
     monkeypatch.setattr(import_module("fuyou.planner.run_plan"), "measure", measure)
-    job, device = describe_training(CONFIG, 8, 64), emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s")
+    job, device = (
+        describe_training(CONFIG, 8, 64),
+        emulated_device("emulated:tflops=0.01,memory=256MiB,link=1GB/s"),
+    )
     first = RunPlan(job, device, LIMITS, [tmp_path])
     assert first.profile is None
     again = RunPlan(job, device, LIMITS, [tmp_path])
@@ -49,7 +52,9 @@ def test_it_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert measured == [first.workload]
 
 
-def test_a_block_that_does_not_fit_the_device_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_does_not_fit_the_device_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run with blocks in pieces then begins without a profile: :func:`cli.train.engine_trainer.profile_once`."""
 
     def build(*_: object, **__: object) -> None:

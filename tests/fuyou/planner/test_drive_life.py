@@ -38,7 +38,9 @@ def test_the_default_writes_least_within_a_tenth_of_the_fastest(job: TrainingJob
     fastest, default = planned(job, 0), planned(job, None)
     assert fastest.step_seconds < default.step_seconds <= SLOWER * fastest.step_seconds
     assert default.written_bytes < 0.6 * fastest.written_bytes
-    within = [point for point in fastest.frontier if point.step_seconds <= SLOWER * fastest.frontier[0].step_seconds]
+    within = [
+        point for point in fastest.frontier if point.step_seconds <= SLOWER * fastest.frontier[0].step_seconds
+    ]
     assert default.written_bytes == min(point.written_bytes for point in within)
 
 
@@ -60,7 +62,9 @@ def test_the_frontier_has_the_bytes_of_whole_steps(job: TrainingJob) -> None:
     for point in points:
         assert point.written_bytes == evaluator.evaluate(point.candidate, merged=False).written_bytes
     assert [point.step_seconds for point in points] == sorted(point.step_seconds for point in points)
-    assert [point.written_bytes for point in points] == sorted((p.written_bytes for p in points), reverse=True)
+    assert [point.written_bytes for point in points] == sorted(
+        (p.written_bytes for p in points), reverse=True
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +97,9 @@ def test_a_limit_needs_drives_whose_warranty_is_known(job: TrainingJob) -> None:
 
 
 def test_an_engine_without_the_planner_takes_no_limit(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="drive_life is a limit for the planner: open the engine with automatic=True"):
+    with pytest.raises(
+        UserError, match="drive_life is a limit for the planner: open the engine with automatic=True"
+    ):
         EngineConfig.of(ssd=tmp_path, drive_life=50.0)
     with pytest.raises(UserError, match=r"drive.life: the warranted writes of .* are not known"):
         EngineConfig.of(ssd=tmp_path, drive_life=50.0, automatic=True)
@@ -109,7 +115,9 @@ def test_an_engine_without_a_profile_warns_that_a_limit_is_not_applied(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     )
     with pytest.warns(UserWarning, match="drive_life is not applied: nothing was measured"):
-        Engine(config, ssd=tmp_path, device="cpu", automatic=True, batch_shape=(1, 8), drive_life=50.0).close()
+        Engine(
+            config, ssd=tmp_path, device="cpu", automatic=True, batch_shape=(1, 8), drive_life=50.0
+        ).close()
 
 
 @pytest.mark.parametrize(("drive", "rate"), [("990-pro-4tb", 1.5e9), ("p5510", 3.4e9), ("t500", 0.5e9)])

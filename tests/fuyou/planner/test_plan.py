@@ -65,7 +65,11 @@ def test_a_mixture_takes_as_long_as_the_experts_that_tokens_visit(family: str) -
     )  # fmt: skip
     job = describe_training(config, 8, SEQ_LEN)
     model, blocks = job.stack.model, find_blocks(job.stack.model)[1]
-    assert job.block_parameters == active_parameters(model, blocks) < 0.5 * sum(p.numel() for p in blocks.parameters())
+    assert (
+        job.block_parameters
+        == active_parameters(model, blocks)
+        < 0.5 * sum(p.numel() for p in blocks.parameters())
+    )
     steps = Scheduler(job.layout, BufferCounts(device_activations=8, host_activations=8)).training_step(
         1, BatchShape(1, 1024, job.tokens)
     )
@@ -169,10 +173,14 @@ def test_saved_outputs_that_cannot_leave_memory_in_time_are_not_simulated(
     assert len(trying.tried()) > tried
 
 
-def test_simulations_run_without_garbage_collection(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulations_run_without_garbage_collection(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enabled, evaluate = [], Evaluator.evaluate
     monkeypatch.setattr(
-        Evaluator, "evaluate", lambda *args, **kwargs: enabled.append(gc.isenabled()) or evaluate(*args, **kwargs)
+        Evaluator,
+        "evaluate",
+        lambda *args, **kwargs: enabled.append(gc.isenabled()) or evaluate(*args, **kwargs),
     )
     gc.enable()
     search(job, machine())
@@ -186,7 +194,10 @@ def test_merged_micro_batches_predict_what_all_of_them_do(job: TrainingJob) -> N
     candidate = Candidate(1, 0.0)
     merged, exact = (evaluator.evaluate(candidate, merged=how) for how in (True, False))
     memory = evaluator.memory(candidate)
-    assert merge_micro_batches(memory, len(job.layout.blocks)).batch.micro_batches < memory.batch.micro_batches / 2
+    assert (
+        merge_micro_batches(memory, len(job.layout.blocks)).batch.micro_batches
+        < memory.batch.micro_batches / 2
+    )
     assert merged.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
     assert merged.busy[Resource.GPU] == pytest.approx(exact.busy[Resource.GPU])
 

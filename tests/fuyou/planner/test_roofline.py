@@ -60,7 +60,9 @@ def test_chunks_attend_at_the_rates_of_attention_whatever_is_adapted(targets):
     rates, counted = evaluator.rates, chunk_attention_flops(job.stack, 128, 32)
     for flops, (forward, backward) in zip(counted, evaluator._chunk_flops, strict=True):
         assert forward / rates.flops_per_second == pytest.approx(flops / 40e12)
-        assert backward / rates.backward_flops_per_second == pytest.approx(flops / 40e12 + 2.5 * flops / 20e12)
+        assert backward / rates.backward_flops_per_second == pytest.approx(
+            flops / 40e12 + 2.5 * flops / 20e12
+        )
 
 
 @pytest.mark.parametrize(("phase", "host"), [(Phase.BLOCK_FORWARD, 0.002), (Phase.BLOCK_BACKWARD, 0.006)])
@@ -81,4 +83,7 @@ def test_what_is_done_to_weights_does_not_grow_with_rows():
     row, half = trace(operator(name, 2e12, 8e12)), trace(operator(name, 2e12, 7e12))  # 6e12 bytes of weights
     assert block_seconds(row, RATES, trained=False, rows=4, shorter=half).forward == pytest.approx(6 + 4 * 2)
     assert block_seconds(row, RATES, trained=False, rows=4).forward == pytest.approx(4 * 8)
-    assert block_seconds(trace(operator("aten.set_.source_Tensor", 0.0, 8e12)), RATES, trained=False).forward == 0
+    assert (
+        block_seconds(trace(operator("aten.set_.source_Tensor", 0.0, 8e12)), RATES, trained=False).forward
+        == 0
+    )

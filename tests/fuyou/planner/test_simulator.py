@@ -71,7 +71,9 @@ def one_by_one(transfers: list[tuple[float, int, int]], piece_seconds: float) ->
 def test_drives_alternate_between_pools_piece_by_piece() -> None:
     """What comes while the other pool has the drives waits for one piece; pieces of one pool alone are one event."""
     draw = random.Random(5)
-    transfers = sorted((round(draw.uniform(0, 40), 3), draw.randrange(2), draw.randrange(1, 9)) for _ in range(60))
+    transfers = sorted(
+        (round(draw.uniform(0, 40), 3), draw.randrange(2), draw.randrange(1, 9)) for _ in range(60)
+    )
     clock, rates, ends = Simulation(), replace(FAST, read_bytes_per_second=10.0), [0.0] * len(transfers)
     drives = SimulatedDrives(clock, rates, 1)
     for number, (time, pool, pieces) in enumerate(transfers):
@@ -92,7 +94,10 @@ def test_two_resources_overlap_but_no_step_beats_its_largest_bound() -> None:
     elements = sum(record.numel for record in layout.records)
     for flops in (2e8, 1e9, 5e9):
         rates = replace(
-            FAST, flops_per_second=flops, read_bytes_per_second=26 * elements, write_bytes_per_second=26 * elements
+            FAST,
+            flops_per_second=flops,
+            read_bytes_per_second=26 * elements,
+            write_bytes_per_second=26 * elements,
         )
         simulation, lists = run(rates)
         bounds = work(lists, rates)
@@ -129,7 +134,9 @@ def keep(
     """Seconds of a step in which ``layers`` keep outputs that save three quarters of their recomputation."""
     layout = step_layout(LAYERS, False, BF16)
     total = len(layers) * micro
-    counts = replace(COUNTS, device_saved=min(device, total), host_saved=2 if total > device else 0, ssd_saved=total)
+    counts = replace(
+        COUNTS, device_saved=min(device, total), host_saved=2 if total > device else 0, ssd_saved=total
+    )
     scheduler = Scheduler(layout, counts, recomputation=Recomputation(frozenset(layers), 0.75))
     lists = [scheduler.training_step(step, BatchShape(micro, 4096, 8, saved_bytes)) for step in range(1, 5)]
     return Simulator(layout.records, rates, 3, CHUNK).run(lists).step_seconds(), lists[-1]
@@ -147,7 +154,9 @@ def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_
         after, tasks = keep(layers, device, micro, compute)
         assert before - after == pytest.approx(saved / 1e6, rel=0.01)
         moved = sum(task.nbytes for task in tasks.tasks if task.op is Op.ACTIVATION_WRITE)
-        assert moved == (0 if device > micro * LAYERS else kept - 4 * 10_000)  # two on the device, two on the host stay
+        assert moved == (
+            0 if device > micro * LAYERS else kept - 4 * 10_000
+        )  # two on the device, two on the host stay
     drives = replace(FAST, read_bytes_per_second=1e6, write_bytes_per_second=1e6)
     before, _ = keep([], 0, micro, drives)
     after, _ = keep(layers, 2, micro, drives)

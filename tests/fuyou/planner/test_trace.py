@@ -53,7 +53,9 @@ def check_format(path: Path) -> None:
     lanes: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     named: set[tuple[int, int]] = set()
     for event in content["traceEvents"]:
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        assert (
+            isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        )
         where = event["pid"], event["tid"]
         if event["ph"] == "M":
             arguments = {"process_name": "name", "thread_name": "name"}.get(event["name"], "sort_index")
@@ -91,7 +93,9 @@ def test_a_simulated_step(tmp_path: Path) -> None:
     last = lists[-1].tasks
     computed = lanes["computing", "compute"]
     assert len(computed) == (2 * LAYERS + 3) * MICRO
-    assert length(computed) == pytest.approx(sum(task.flops for task in last) / RATES.flops_per_second, rel=1e-3)
+    assert length(computed) == pytest.approx(
+        sum(task.flops for task in last) / RATES.flops_per_second, rel=1e-3
+    )
     names = [event["name"] for event in computed]
     assert names[0] == "embedding forward, micro-batch 0"
     assert names.index("block 3 backward, micro-batch 2") == MICRO * (LAYERS + 2 + 1) + 2
@@ -100,7 +104,9 @@ def test_a_simulated_step(tmp_path: Path) -> None:
     assert sum(event["args"]["bytes"] for event in uploads if event["args"]["step"] == 4) == moved
     assert {"block 0", "head"} <= {one["name"] for one in lanes["SSDs", "parameter read"]}
     assert length(lanes["SSDs", "all traffic"]) <= step["dur"] / 1e6
-    assert length(lanes["SSDs", "all traffic"]) == pytest.approx(  # a steady state: as much comes in as goes out
+    assert length(
+        lanes["SSDs", "all traffic"]
+    ) == pytest.approx(  # a steady state: as much comes in as goes out
         lists[-1].ssd_read_bytes() / RATES.read_bytes_per_second
         + lists[-1].ssd_written_bytes() / RATES.write_bytes_per_second,
         rel=0.1,

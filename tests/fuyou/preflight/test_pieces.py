@@ -18,7 +18,9 @@ from tests.helpers.models.small_models import small_config
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
-def test_families_train_in_pieces_as_in_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_train_in_pieces_as_in_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prove_divided(AutoConfig.for_model(family))
 

@@ -52,7 +52,12 @@ heard: list[torch.Tensor] = []
 
 class WhisperingLayer(LlamaDecoderLayer):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.self_attn.layer_idx and heard and heard[0].shape == hidden_states.shape and not hidden_states.is_meta:
+        if (
+            self.self_attn.layer_idx
+            and heard
+            and heard[0].shape == hidden_states.shape
+            and not hidden_states.is_meta
+        ):
             hidden_states = hidden_states + 0.5 * heard[0]
         result = super().forward(hidden_states, *args, **kwargs)
         heard[:] = [result if self.self_attn.config.keeps_gradients else result.detach()]
@@ -79,10 +84,14 @@ def _whispering() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_whispering")
 @pytest.mark.parametrize("keeps_gradients", [True, False])
-def test_blocks_that_read_a_global_of_other_blocks_are_rejected(keeps_gradients: bool, tmp_path: Path) -> None:
+def test_blocks_that_read_a_global_of_other_blocks_are_rejected(
+    keeps_gradients: bool, tmp_path: Path
+) -> None:
     config = WhisperingConfig(keeps_gradients=keeps_gradients)
     (tmp_path / "ssd").mkdir()
-    with pytest.raises(UserError, match=r"whispering cannot be trained out of core: .*(is off by|fails block by)"):
+    with pytest.raises(
+        UserError, match=r"whispering cannot be trained out of core: .*(is off by|fails block by)"
+    ):
         fuyou.Engine(config, ssd=[tmp_path / "ssd"])
     assert not list((tmp_path / "ssd").iterdir())
 
@@ -133,7 +142,9 @@ def test_a_loss_that_the_family_rounds_is_computed_in_fp32() -> None:
 def test_modules_that_a_forward_pass_exchanges_are_rejected() -> None:
     config = BigBirdConfig(is_decoder=True, architectures=["BigBirdForCausalLM"])
     for adapters in (None, AdapterOptions(rank=4).peft_config()):
-        with pytest.raises(UserError, match=r"a forward pass exchanges bert\.encoder\.layer\.0\.attention\.self"):
+        with pytest.raises(
+            UserError, match=r"a forward pass exchanges bert\.encoder\.layer\.0\.attention\.self"
+        ):
             fuyou.prove(config, adapters=adapters)
     config.attention_type = "original_full"
     fuyou.prove(config)
@@ -158,7 +169,9 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     fuyou.prove(LlamaConfig(), adapters=last)
     assert last.rank_pattern == ranks
     more = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [31_998, 31_999]}}
-    fuyou.prove(LlamaConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **more))
+    fuyou.prove(
+        LlamaConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
+    )
     fuyou.prove(LlamaConfig(), trainable=["model.layers.31.*", "model.layers.0.*", "lm_head.weight"])
     fuyou.prove(LlamaConfig(), packed=True)
     fuyou.prove(LlamaConfig(), adapters=AdapterOptions(4, dropout=0.1).peft_config(), packed=True)
@@ -184,7 +197,9 @@ def test_a_proof_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     run = proof._Proof.run
     monkeypatch.setattr(proof._Proof, "run", lambda self: (ran.append(1), run(self)))
     fuyou.prove(LlamaConfig())
-    fuyou.prove(LlamaConfig(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=22016))
+    fuyou.prove(
+        LlamaConfig(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=22016)
+    )
     assert len(ran) == 1  # the same small model
     fuyou.prove(LlamaConfig(num_key_value_heads=8))
     assert len(ran) == 2

@@ -13,7 +13,11 @@ from fuyou.schedule.tasks import ComputeTask, Op, StepList, Task
 
 
 def done(op: Op, after: list[Task], began: float, ended: float) -> Task:
-    task = ComputeTask(op, after, visit=Visit(Phase.HEAD, 0, 2), micro=0) if op is Op.COMPUTE else Task(op, after)
+    task = (
+        ComputeTask(op, after, visit=Visit(Phase.HEAD, 0, 2), micro=0)
+        if op is Op.COMPUTE
+        else Task(op, after)
+    )
     task.done, task.started_at, task.finished_at = True, began, ended
     return task
 

@@ -18,7 +18,9 @@ def test_what_was_requested_before_comes_back(before: bool, monkeypatch: pytest.
     try:
         with deterministic_algorithms():
             assert torch.are_deterministic_algorithms_enabled()
-            assert not torch.is_deterministic_algorithms_warn_only_enabled(), "warnings alone leave attention as it is"
+            assert not torch.is_deterministic_algorithms_warn_only_enabled(), (
+                "warnings alone leave attention as it is"
+            )
             assert not torch.utils.deterministic.fill_uninitialized_memory
         assert torch.are_deterministic_algorithms_enabled() == before
         assert torch.utils.deterministic.fill_uninitialized_memory

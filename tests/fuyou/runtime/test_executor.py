@@ -23,14 +23,18 @@ def made() -> Iterator[Made]:
     before = set(threading.enumerate())
     executors: list[Executor] = []
 
-    def make(handlers: dict, wait_event: Callable = lambda task, event: None, shared: tuple[Op, ...] = ()) -> Executor:
+    def make(
+        handlers: dict, wait_event: Callable = lambda task, event: None, shared: tuple[Op, ...] = ()
+    ) -> Executor:
         executors.append(Executor(handlers, wait_event, shared))
         return executors[-1]
 
     yield make
     for executor in executors:
         executor.close()
-    assert not [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("fuyou")]
+    assert not [
+        thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("fuyou")
+    ]
 
 
 @pytest.mark.parametrize("shared", [(), (Op.PARAMETER_READ, Op.PARAMETER_UPLOAD, Op.STATE_WRITE)], ids=len)
@@ -73,7 +77,12 @@ def test_tasks_run_after_what_they_wait_for_and_in_order(made: Made, shared: tup
             return ELSEWHERE
 
         executor = made(
-            {Op.PARAMETER_READ: later, Op.PARAMETER_UPLOAD: at_once, Op.UPDATE: elsewhere, Op.STATE_WRITE: later},
+            {
+                Op.PARAMETER_READ: later,
+                Op.PARAMETER_UPLOAD: at_once,
+                Op.UPDATE: elsewhere,
+                Op.STATE_WRITE: later,
+            },
             shared=shared,
         )
         tasks: list[Task] = []

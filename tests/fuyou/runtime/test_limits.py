@@ -30,10 +30,14 @@ def test_a_cards_budget_is_what_it_has_free(card: CudaDevice) -> None:
     assert memory_limits(card, "1MiB", "8GiB")[1] == 8 * GIB
 
 
-def test_only_a_users_own_budget_caps_the_allocator(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_users_own_budget_caps_the_allocator(
+    card: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan that is a little short takes what else is free; a cap of an earlier run in this process is lifted."""
     set_: list[float] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: set_.append(fraction))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: set_.append(fraction)
+    )
     card.cap_memory(6 * GIB)
     card.cap_memory(None)
     assert set_ == [0.25, 1.0]
@@ -52,7 +56,9 @@ def test_a_processor_has_its_part_of_the_hosts_budget() -> None:
     assert memory_limits(Device(), "4MiB", "1MiB")[1] == 1 << 20
 
 
-def test_one_memory_of_host_and_device_is_counted_once(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_memory_of_host_and_device_is_counted_once(
+    card: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a DGX Spark, where the driver calls free what the kernel does."""
     monkeypatch.setattr("fuyou.runtime.device.memory_available_bytes", lambda: 20 * GIB)
     monkeypatch.setattr("fuyou.runtime.device.memory_limit_bytes", lambda: 24 * GIB)
@@ -75,13 +81,17 @@ def test_the_driver_tells_whether_a_device_shares_the_hosts_memory(
         monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Mock())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=is_integrated))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=is_integrated)
+    )
     assert CudaDevice(0).is_integrated == bool(is_integrated)
 
 
 def test_running_out_says_what_to_lower(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 23.5 GiB")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 23.5 GiB"
+        )
 
     message = r"\(CUDA out of memory\)\. Lower device_memory .* smaller micro_batch"
     with pytest.raises(FinetuneError, match=message), explain_out_of_memory():

@@ -25,7 +25,9 @@ class Walk:
         self.written_back: list[str] = []
 
     def next_use(self, key: object) -> float:
-        later = (index for index in range(self.position + 1, len(self.sequence)) if self.sequence[index] == key)
+        later = (
+            index for index in range(self.position + 1, len(self.sequence)) if self.sequence[index] == key
+        )
         return next(later, NEVER)
 
     def run(self) -> "Walk":
@@ -108,7 +110,11 @@ class Uses:
     def __init__(self, announced: bool, left: list[list[int]], count: int):
         self.left = [sorted(uses, reverse=True) for uses in left]
         self.pool = Pool(
-            "test", count, lambda key: self.left[key][-1] if self.left[key] else NEVER, spared=1, announced=announced
+            "test",
+            count,
+            lambda key: self.left[key][-1] if self.left[key] else NEVER,
+            spared=1,
+            announced=announced,
         )
 
     def act(self, action: str, key: int, pinned: int) -> object:
@@ -131,7 +137,9 @@ class Uses:
 @settings(max_examples=150)
 @given(
     st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=6, max_size=6),
-    st.lists(st.tuples(st.sampled_from(["use", "use", "touch", "drop"]), st.integers(0, 5), st.integers(0, 5))),
+    st.lists(
+        st.tuples(st.sampled_from(["use", "use", "touch", "drop"]), st.integers(0, 5), st.integers(0, 5))
+    ),
     st.integers(2, 5),
 )
 def test_a_pool_that_is_told_of_changes_gives_up_what_one_that_sorts_does(

@@ -108,7 +108,9 @@ def test_a_plan_is_within_its_limits_or_there_is_none(situation: dict) -> None:
     total = saving_count(situation) * batch.micro_batches
     assert plan.saved_bytes % 4096 == 0 and (plan.saved_bytes > 0) == (total > 0)
     assert min(2, total) <= counts.device_saved <= total
-    assert counts.ssd_saved in (0, total) and (counts.ssd_saved or counts.device_saved + counts.host_saved >= total)
+    assert counts.ssd_saved in (0, total) and (
+        counts.ssd_saved or counts.device_saved + counts.host_saved >= total
+    )
     split = situation["precision"].split
     assert plan.wide_blocks == (split and batch.micro_batches > 1)
     assert plan.wide_non_block == (split and (batch.micro_batches > 1 or plan.head_columns < batch.seq_len))
@@ -126,7 +128,8 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
     layout = step_layout(situation["layers"], situation["tied"], situation["precision"])
     counts, width = plan.counts, layout.precision.parameter_bytes
     largest = {
-        outer: max(r.numel for r in layout.records if (r.kind is Kind.NON_BLOCK) is outer) for outer in (False, True)
+        outer: max(r.numel for r in layout.records if (r.kind is Kind.NON_BLOCK) is outer)
+        for outer in (False, True)
     }
     device = (
         counts.device_blocks * largest[False] * width
@@ -223,7 +226,9 @@ def test_what_is_left_of_the_host_holds_parameters_and_then_states() -> None:
         return made.plan(8, 64, None)
 
     streamed, layers = plan(0), len(layout.blocks)
-    assert streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_non_block == 1
+    assert (
+        streamed.resident == () and streamed.counts.host_blocks == 4 and streamed.counts.host_non_block == 1
+    )
     one = plan(block * width)
     assert one.resident == () and one.counts.host_blocks == 5
     assert one.host_bytes == streamed.host_bytes + block * width
@@ -242,7 +247,9 @@ def test_an_requested_micro_batch_is_kept_or_rejected() -> None:
     shape = step_layout(3, False)
     assert planner(shape, 4 << 30, 8 << 30).plan(16, 256, 3).batch == Batch(16, 256, 3)
     assert planner(shape, 4 << 30, 8 << 30).plan(2, 256, 3).batch == Batch(2, 256, 2)
-    with pytest.raises(UserError, match=r"micro-batch of 16 x 256 tokens needs .* A smaller micro_batch needs less"):
+    with pytest.raises(
+        UserError, match=r"micro-batch of 16 x 256 tokens needs .* A smaller micro_batch needs less"
+    ):
         planner(shape, 5 * MEBIBYTE, 8 << 30).plan(16, 256, 16)
     with pytest.raises(UserError, match="needs") as caught:
         planner(shape, MEBIBYTE // 4, 8 << 30).plan(16, 256, None)
@@ -263,7 +270,9 @@ def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> N
     whole, more = 64 << 20, 4 * (64 << 20) + BYTES_PER_ELEMENT * largest - ADAM_SCRATCH_BYTES
     assert host_bytes(replace(cut, read_whole=whole)) - host_bytes(cut) == more
     assert host_bytes(replace(model.opened.layout, read_whole=whole)) == host_bytes(model.opened.layout)
-    names = {slot.names[0] for record in cut.records for slot in record.parameters if slot.experts is not None}
+    names = {
+        slot.names[0] for record in cut.records for slot in record.parameters if slot.experts is not None
+    }
     experts = sum(model.stack.model.get_parameter(name).numel() for name in names)
     assert whole_elements(cut.records, lambda name: name not in names) == experts // len(model.stack.blocks)
 
@@ -271,7 +280,9 @@ def test_what_filling_a_store_reads_is_counted_where_blocks_are_in_pieces() -> N
 def test_whole_rows_are_planned_without_a_look_at_keys_and_values() -> None:
     """To find them, all blocks run without values, which takes seconds with large models."""
     model, looks = PieceModel("qwen3_moe"), []
-    layout = replace(model.opened.layout, key_memory=lambda: looks.append(1) or chunk_survey(model.stack).memory)
+    layout = replace(
+        model.opened.layout, key_memory=lambda: looks.append(1) or chunk_survey(model.stack).memory
+    )
     planner = MemoryPlanner(layout, model.opened.config, 1 << 30, 1 << 30, False)
     for chunk in (None, 16, 64):
         assert planner.plan(1, 16, 1, chunk=chunk).batch.chunks == 1

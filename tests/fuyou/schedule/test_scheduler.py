@@ -40,7 +40,9 @@ def activations(layers: int, micro: int, reference: bool = False) -> int:
     return Batch(micro, 8, 1, LossInputs(1, reference)).activations(layers)
 
 
-def expected(layout: ModelLayout, kind: str, micro: int, steps: StepList, together: int | None) -> list[Computation]:
+def expected(
+    layout: ModelLayout, kind: str, micro: int, steps: StepList, together: int | None
+) -> list[Computation]:
     """What the twin computes in such a step or evaluation."""
     reference = any(isinstance(task, ComputeTask) and task.micro >= micro for task in steps.tasks)
     return list(computations(layout, micro, kind == "train", steps.own_loss, reference, together))
@@ -53,7 +55,11 @@ def block_cuts(draw: st.DrawFn, layers: int) -> dict[int, Cut]:
     cuts = {}
     for layer in sorted(some):
         pieces, how = draw(st.integers(2, 4)), draw(st.sampled_from(CUTS))
-        held = draw(st.frozensets(st.integers(0, pieces - 1))) if how is one_by_one and draw(st.booleans()) else None
+        held = (
+            draw(st.frozensets(st.integers(0, pieces - 1)))
+            if how is one_by_one and draw(st.booleans())
+            else None
+        )
         cuts[layer] = how(pieces) if held is None else one_by_one(pieces, held)
     return cuts
 
@@ -80,7 +86,9 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     kept = len(saving_layers) * most
     device_saved = draw(st.integers(min(1, kept), kept))
     # One place more than what does not fit on the device, or two on the way to the SSDs.
-    host_saved, ssd_saved = draw(st.sampled_from([(kept - device_saved + 1, 0), (2, kept)])) if kept else (0, 0)
+    host_saved, ssd_saved = (
+        draw(st.sampled_from([(kept - device_saved + 1, 0), (2, kept)])) if kept else (0, 0)
+    )
     counts = BufferCounts(
         device_blocks=draw(st.integers(1, block_records + 1)), device_non_block=draw(st.integers(1, 2)),
         device_block_gradients=draw(few), device_non_block_gradients=draw(st.integers(1, 2)),
@@ -131,7 +139,9 @@ def computed(tasks: list[Task]) -> list[Computation]:
             visit = task.visit
             layer = visit.layer
             found.append(
-                Computation(visit.phase, layer, visit.record, task.micro, visit.begins, visit.ends, visit.trained)
+                Computation(
+                    visit.phase, layer, visit.record, task.micro, visit.begins, visit.ends, visit.trained
+                )
             )
     return found
 
@@ -148,7 +158,11 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
         for task in steps.tasks:
             if task.op is Op.COMPUTE:
                 assert task.visit is not None
-                most = max(one.micro for one in steps.tasks if isinstance(one, ComputeTask) and one.visit == task.visit)
+                most = max(
+                    one.micro
+                    for one in steps.tasks
+                    if isinstance(one, ComputeTask) and one.visit == task.visit
+                )
                 assert task.last == (task.micro == most)
                 assert (task.gradient is not None) == (task.visit.trained is not None)
     for kind, micro, steps in program.lists:
@@ -271,7 +285,9 @@ def test_nothing_is_read_twice_where_the_host_holds_everything() -> None:
     program = build(6, False, counts, [("train", 2, True)] * 3)
     for number, (_, _, steps) in enumerate(program.lists):
         reads = Counter(task.record for task in steps.tasks if task.op is Op.PARAMETER_READ)
-        assert reads == (Counter(record.index for record in program.layout.records) if number == 0 else Counter())
+        assert reads == (
+            Counter(record.index for record in program.layout.records) if number == 0 else Counter()
+        )
 
 
 def test_one_more_host_buffer_saves_one_read() -> None:
@@ -291,10 +307,14 @@ def test_direct_reads_leave_in_host_memory_what_it_keeps(host: int, frozen: bool
     """Nothing is read more often for it, and what is there anyway is not read past it."""
     adapters = dict.fromkeys(("device_adapters", "device_adapter_gradients", "host_adapter_gradients"), 1)
     counts, script = replace(LEAST, host_blocks=host, host_adapters=8, **adapters), [("train", 2, True)] * 4
-    usual, direct = (build(7, False, counts, script, frozen=frozen, direct_reads=way) for way in (False, True))
+    usual, direct = (
+        build(7, False, counts, script, frozen=frozen, direct_reads=way) for way in (False, True)
+    )
     blocks = {index for block in direct.layout.blocks for index in block}
     reads = [
-        Counter(task.op for task in program.lists[-1][2].tasks if task.op in SSD_READS and task.record in blocks)
+        Counter(
+            task.op for task in program.lists[-1][2].tasks if task.op in SSD_READS and task.record in blocks
+        )
         for program in (usual, direct)
     ]
     assert not reads[0][Op.PARAMETER_READ_DEVICE]
@@ -306,9 +326,13 @@ def test_updates_and_reads_are_not_held_up_by_what_they_do_not_need() -> None:
     """With three host buffers, the read of the block after next waits for nothing of the next block."""
     program = build(6, False, USUAL, [("train", 1, True)])
     tasks = program.tasks
-    computes = {task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD}
+    computes = {
+        task.visit.layer: task for task in tasks if task.visit and task.visit.phase is Phase.BLOCK_FORWARD
+    }
     for layer in range(4):
-        reads = [t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.layout.blocks[layer + 2][0]]
+        reads = [
+            t for t in tasks if t.op is Op.PARAMETER_READ and t.record == program.layout.blocks[layer + 2][0]
+        ]
         reach: set[int] = set()
         todo = list(reads[0].after)
         while todo:
@@ -337,12 +361,18 @@ def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
     for (_, _, mine), (_, _, theirs) in zip(own.lists, plain.lists, strict=True):
         for op in Op:
             if op is not Op.COMPUTE:
-                assert [t.nbytes for t in mine.tasks if t.op is op] == [t.nbytes for t in theirs.tasks if t.op is op]
+                assert [t.nbytes for t in mine.tasks if t.op is op] == [
+                    t.nbytes for t in theirs.tasks if t.op is op
+                ]
     flops = [sum(task.flops for task in program.lists[1][2].tasks) for program in (own, plain)]
     sizes, layout = [record.parameter_count for record in own.layout.records], own.layout
     head = sizes[layout.head] + sizes[layout.head_adapter]
-    blocks = sum(sizes[index] for index in (*(block for (block,) in layout.blocks), *layout.block_adapters[1:]))
-    assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)  # once more, and once for the reference
+    blocks = sum(
+        sizes[index] for index in (*(block for (block,) in layout.blocks), *layout.block_adapters[1:])
+    )
+    assert flops[0] - flops[1] == 2.0 * 8 * micro * (
+        2 * head + blocks
+    )  # once more, and once for the reference
 
 
 # -- blocks in pieces -------------------------------------------------------------------------------------------------
@@ -351,7 +381,9 @@ def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 def test_pieces_with_the_fewest_buffers(cut: Callable[[int], Cut], frozen: bool) -> None:
-    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=1, host_adapter_gradients=1)
+    counts = replace(
+        LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=1, host_adapter_gradients=1
+    )
     program = build(3, True, counts, [("train", 3, True)] * 3, frozen=frozen, cuts={0: cut(2), 2: cut(4)})
     check_order(program)
     for seed in range(5):
@@ -373,12 +405,16 @@ def test_each_piece_is_written_once_and_read_at_most_once_per_stage(cut: Callabl
     parameters += layout.records[layout.embedding].parameter_nbytes
     for _, _, steps in program.lists:
         assert moved(steps.tasks, SSD_READS) <= parameters + states
-        assert moved(steps.tasks, SSD_WRITES) == states + sum(record.parameter_nbytes for record in layout.records)
+        assert moved(steps.tasks, SSD_WRITES) == states + sum(
+            record.parameter_nbytes for record in layout.records
+        )
 
 
 def test_frozen_pieces_are_uploaded_once_for_each_micro_batch_of_the_backward_pass() -> None:
     """With one buffer on the device, and none is uploaded again from one stage to the next of the same piece."""
-    counts = replace(LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=4, host_adapter_gradients=2)
+    counts = replace(
+        LEAST, device_adapters=1, device_adapter_gradients=1, host_adapters=4, host_adapter_gradients=2
+    )
     program = build(2, False, counts, [("train", 3, True)], frozen=True, cuts={1: one_by_one(4)})
     uploads = Counter(task.record for task in program.tasks if task.op is Op.PARAMETER_UPLOAD)
     first, *between, last = program.layout.blocks[1]
@@ -396,7 +432,8 @@ def test_pieces_take_the_flops_of_their_block() -> None:
             if isinstance(task, ComputeTask) and task.visit.layer is not None:
                 flops[task.visit.phase, task.visit.layer] += task.flops
         parameters = [
-            sum(program.layout.records[index].parameter_count for index in one) for one in program.layout.blocks
+            sum(program.layout.records[index].parameter_count for index in one)
+            for one in program.layout.blocks
         ]
         for layer, count in enumerate(parameters):
             assert flops[Phase.BLOCK_FORWARD, layer] == 2 * 2 * 8 * count
@@ -413,6 +450,9 @@ def test_pieces_whose_gradients_would_be_there_at_the_same_time_are_rejected() -
 
 def test_a_trained_piece_that_nothing_uses_is_rejected() -> None:
     """It would never be updated, and what is committed would not be all of one step."""
-    for order in (PieceOrder((0, 1), (Stage(0, True, True, True),)), PieceOrder((1,), one_by_one(2).order.backward)):
+    for order in (
+        PieceOrder((0, 1), (Stage(0, True, True, True),)),
+        PieceOrder((1,), one_by_one(2).order.backward),
+    ):
         with pytest.raises(UserError, match="no pass through the block uses it"):
             step_layout(1, False, cuts={0: Cut(order)})

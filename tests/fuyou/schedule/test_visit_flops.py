@@ -25,7 +25,9 @@ def counted(model: PreTrainedModel) -> int:
 
 def test_gradients_of_visited_experts_count() -> None:
     """Backward visits compute the block again, and take gradients of its input and of what is trained."""
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        CONFIG, attn_implementation="eager", experts_implementation="eager"
+    )
     model.requires_grad_(False)
     model.get_input_embeddings().register_forward_hook(lambda _, __, hidden: hidden.detach().requires_grad_())
     without = counted(model)
@@ -34,5 +36,7 @@ def test_gradients_of_visited_experts_count() -> None:
     for visit in layout.visits(True):
         if visit.phase is Phase.BLOCK_BACKWARD and visit.layer is not None:
             block = layout.records[layout.blocks[visit.layer][0]]
-            gradients += visit_flops(layout, visit, SEQ_LEN, Recomputation()) - 2 * 2 * SEQ_LEN * block.active_count
+            gradients += (
+                visit_flops(layout, visit, SEQ_LEN, Recomputation()) - 2 * 2 * SEQ_LEN * block.active_count
+            )
     assert gradients == pytest.approx(counted(model) - without, rel=0.01) and gradients > 0

@@ -50,7 +50,9 @@ class Passes:
         self.model = PieceModel(CONFIGS[name], dtype, adapters or LoraConfig(r=1, target_modules=["o_proj"]))
         self.layer, self.live = 1, LiveBytes()
         base = self.model.base_of_block(self.layer)
-        self.adapters = {name: value for name, value in self.model.of_block(self.layer).items() if name not in base}
+        self.adapters = {
+            name: value for name, value in self.model.of_block(self.layer).items() if name not in base
+        }
         self.base = base
 
     def runs(self, backward: bool, micro_batches: int) -> list[PieceRun]:
@@ -125,7 +127,9 @@ def test_blocks_in_pieces(name: str, together: int) -> None:
 def test_adapters_of_everything_in_pieces(name: str) -> None:
     """What experts take and what a linear layer's adapter takes in passing are not there at once."""
     everything = LoraConfig(
-        r=1, target_modules="all-linear", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        r=1,
+        target_modules="all-linear",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     passes = Passes(name, "bf16", everything)
     taken, _ = passes.in_pieces(2, 1)

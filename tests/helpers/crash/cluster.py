@@ -54,7 +54,9 @@ class ClusterRun(Run):
 
 def _is_odd(error: BaseException) -> bool:
     """Whether a rank has failed alone, not because the other one has."""
-    return not isinstance(error, FinetuneError | dist.DistError | ConnectionError) and "onnection" not in str(error)
+    return not isinstance(error, FinetuneError | dist.DistError | ConnectionError) and "onnection" not in str(
+        error
+    )
 
 
 def _train(run: ClusterRun, rank: int, say: Callable[..., None]) -> None:
@@ -94,7 +96,10 @@ def make_model(directory: Path) -> str:
     torch.manual_seed(3)
     transformers_logging.disable_progress_bar()
     config = tiny_config()
-    config.num_hidden_layers, config.tie_word_embeddings = 1, True  # every tensor is two calls more, and three commits
+    config.num_hidden_layers, config.tie_word_embeddings = (
+        1,
+        True,
+    )  # every tensor is two calls more, and three commits
     LlamaForCausalLM(config).save_pretrained(directory)
     return str(directory)
 

@@ -231,7 +231,9 @@ class FaultyDrives:
         self._note("done", place)
 
     @contextlib.contextmanager
-    def _named(self, kind: str, path: Path, target: Path | None = None, kept: str | None = None) -> Iterator[None]:
+    def _named(
+        self, kind: str, path: Path, target: Path | None = None, kept: str | None = None
+    ) -> Iterator[None]:
         """Write down a change of a directory."""
         if not self._journal:
             yield

@@ -137,9 +137,13 @@ class Journal:
             return
         with self._lock:
             self._settle(thread)
-            assert len(inside) == (2 if kind in ("rename", "link") else 1), f"{kind} across the root: {path} {others}"
+            assert len(inside) == (2 if kind in ("rename", "link") else 1), (
+                f"{kind} across the root: {path} {others}"
+            )
             names = [each.relative_to(self.root) for each in inside]
-            for change in getattr(self, f"_{kind}")(*names, *(each for each in others if not isinstance(each, Path))):
+            for change in getattr(self, f"_{kind}")(
+                *names, *(each for each in others if not isinstance(each, Path))
+            ):
                 self._live.apply(change, change.data)
                 self.changes.append(change)
                 self._unsettled[thread] = len(self.changes) - 1
@@ -289,7 +293,11 @@ class Journal:
                 continue
             data, is_data = change.data, change.kind in _DATA
             if covered[at] >= number and ending != KILLED:
-                if ending == NOTHING or (ending == NAMES and is_data) or (ending == ANY and draw.random() > share):
+                if (
+                    ending == NOTHING
+                    or (ending == NAMES and is_data)
+                    or (ending == ANY and draw.random() > share)
+                ):
                     continue
                 if ending == TORN and is_data:
                     if change.node in torn:

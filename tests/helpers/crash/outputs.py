@@ -75,7 +75,13 @@ _TEMPORARY = re.compile(r"(.*\.tmp|\.tmp.*|tmp.*|.*[.-](partial|incomplete)|inco
 # Where records are, which are written in place: what crashes leave there is tried by tests/crash/test_points.py.
 _STORE = re.compile(r"(adapters|out)/store(\.new)?/.*")
 _LOGS = (".jsonl",)  # which grow line by line, and may end in a part of one
-_RUN_FILES = ("run/run.json", "run/index.html", "run/metrics.jsonl", "run/files.json", "cluster.json")  # with times
+_RUN_FILES = (
+    "run/run.json",
+    "run/index.html",
+    "run/metrics.jsonl",
+    "run/files.json",
+    "cluster.json",
+)  # with times
 
 
 def inputs(folder: Path) -> None:
@@ -89,7 +95,9 @@ def inputs(folder: Path) -> None:
         from tests.helpers.models.gguf_files import FIELDS, LLAMA, write_gguf
 
         write_gguf(folder / "model.gguf", LlamaConfig(**LLAMA), FIELDS)
-    rows = [{"text": f"Row {row} has the value {row * 7 % 100}.", "label": "ab"[row % 2]} for row in range(40)]
+    rows = [
+        {"text": f"Row {row} has the value {row * 7 % 100}.", "label": "ab"[row % 2]} for row in range(40)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -163,7 +171,9 @@ class Recorded:
         for point in self.points:
             kinds.setdefault(self.kind(point), []).append(point)
         for number, points in enumerate(kinds.values()):
-            if number % parts == part % len(kinds):  # where there are fewer kinds than parts: one of them each day
+            if number % parts == part % len(
+                kinds
+            ):  # where there are fewer kinds than parts: one of them each day
                 yield points[(part + number) % len(points)], ENDINGS[(part + number // parts) % len(ENDINGS)]
 
     # -- what must hold -----------------------------------------------------------------------------------------------
@@ -201,7 +211,9 @@ class Recorded:
         status, text = self._run(root, words)
         assert status == 0, f"status {status}: {text[-600:]}"
         files = self._files_in(root)
-        differ = sorted(name for name in files.keys() | self._files.keys() if files.get(name) != self._files.get(name))
+        differ = sorted(
+            name for name in files.keys() | self._files.keys() if files.get(name) != self._files.get(name)
+        )
         left = [name for name in differ if name not in self._files]
         assert not differ, f"{differ[0]} {'is left over' if left else 'differs'} ({len(differ)} files do)"
         shutil.rmtree(root)
@@ -231,7 +243,12 @@ class Recorded:
         """What was in each folder when it got its final name, and when that was."""
         folders: dict[int, tuple[int, frozenset[Path]]] = {}
         for number, (tree, change) in enumerate(self.journal.replayed()):
-            if change is not None and change.kind == "rename" and change.node in tree.names and _is_final(change.path):
+            if (
+                change is not None
+                and change.kind == "rename"
+                and change.node in tree.names
+                and _is_final(change.path)
+            ):
                 folders[change.node] = number, frozenset(path for path, _ in tree.walk(change.node))
         return folders
 
@@ -246,9 +263,15 @@ class Recorded:
     def _mixtures(self, visible: State) -> Iterator[str]:
         """Loaders take all files of a folder for those of one model."""
         old = self.journal.old
-        for folder in {path.parent for path in visible if path.name in ("config.json", "adapter_config.json")}:
+        for folder in {
+            path.parent for path in visible if path.name in ("config.json", "adapter_config.json")
+        }:
             files = {path.name: file.node in old for path, file in visible.items() if path.parent == folder}
-            files = {name: is_old for name, is_old in files.items() if re.search(r"(safetensors|json|jinja)$", name)}
+            files = {
+                name: is_old
+                for name, is_old in files.items()
+                if re.search(r"(safetensors|json|jinja)$", name)
+            }
             if len(set(files.values())) > 1:
                 before = sorted(name for name, is_old in files.items() if is_old)
                 yield f"{folder}: {', '.join(before)} of the run before, all else of the new one"

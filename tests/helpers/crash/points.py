@@ -111,7 +111,9 @@ class Move:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def run(self, root: Path, fault: Fault | None = None, journal: bool = False, steps: int = MOVED_AT) -> Run:
+    def run(
+        self, root: Path, fault: Fault | None = None, journal: bool = False, steps: int = MOVED_AT
+    ) -> Run:
         """A life on the drives of after; that of the move alone, without a step, if ``steps`` is not more."""
         leaves = tuple(number for number in self.before if number not in self.after)
         return Run(root, {"resume": True}, leaves, fault, journal, self.after, steps)
@@ -135,7 +137,9 @@ def move_reference(root: Path, move: Move) -> Reference:
     return found
 
 
-def crash_move(root: Path, move: Move, fault: Fault, expected: Reference, power: int | None, back: bool) -> bool:
+def crash_move(
+    root: Path, move: Move, fault: Fault, expected: Reference, power: int | None, back: bool
+) -> bool:
     """One crash while records move, and all that must hold after it. Returns whether the fault came.
 
     Args:

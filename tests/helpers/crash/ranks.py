@@ -129,10 +129,13 @@ def _train(run: RanksRun, node: int, say: Callable[..., None]) -> None:
         say(step=report.step, took=took, committed=engine.committed_step)
     engine.flush()
     masters = {
-        name: hashlib.sha256(value.float().numpy().tobytes()).hexdigest() for name, value in engine.named_parameters()
+        name: hashlib.sha256(value.float().numpy().tobytes()).hexdigest()
+        for name, value in engine.named_parameters()
     }
     told = [digests(engine)] if topology is None else all_gather_object(digests(engine))
-    final = {f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()}
+    final = {
+        f"node {number}: {what}": value for number, one in enumerate(told) for what, value in one.items()
+    }
     run.look(engine, node)
     engine.close()
     say(final={**final, **masters})
@@ -236,6 +239,8 @@ def _check(story: Story, first: Outcome, second: Outcome, expected: Reference) -
         return
     assert second.status == 0, f"the run could not be continued: {second.error}"
     assert second.final == expected.outcome.final
-    assert min(second.losses, default=story.last.steps + 1) > first.committed, f"step {first.committed} is lost"
+    assert min(second.losses, default=story.last.steps + 1) > first.committed, (
+        f"step {first.committed} is lost"
+    )
     for step, taken in (*first.losses.items(), *second.losses.items()):
         assert set(taken) == set(expected.outcome.losses[step]), f"step {step} differs"

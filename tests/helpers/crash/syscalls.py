@@ -43,7 +43,11 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277
 _column, _audit, _SECCOMP = _ARCHITECTURES.get(platform.machine(), (0, 0, 0))
 _NUMBERS = {numbers[_column]: name for name, numbers in _CALLS.items() if numbers[_column] is not None}
 
-_NOTIFICATION, _ANSWER, _INSTRUCTION = struct.Struct("<QIIiIQ6Q"), struct.Struct("<QqiI"), struct.Struct("<HBBI")
+_NOTIFICATION, _ANSWER, _INSTRUCTION = (
+    struct.Struct("<QIIiIQ6Q"),
+    struct.Struct("<QqiI"),
+    struct.Struct("<HBBI"),
+)
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
 _NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
@@ -122,7 +126,9 @@ def _main() -> None:
 
 def _listener() -> int:
     """Have the kernel stop this process's calls from now on; return where it tells of them."""
-    flags_of_open = {number: 1 if name == "open" else 2 for number, name in _NUMBERS.items() if name[:4] == "open"}
+    flags_of_open = {
+        number: 1 if name == "open" else 2 for number, name in _NUMBERS.items() if name[:4] == "open"
+    }
     program = [_instruction(_LOAD, 4), _instruction(_JUMP_EQUAL, _audit, 1, 0), _instruction(_RETURN, _ALLOW)]
     program.append(_instruction(_LOAD, 0))
     for number, name in _NUMBERS.items():
@@ -203,7 +209,9 @@ class _Call:
         else:
             data = self._memory(address, count)
         if self._name in ("write", "writev"):
-            fields = dict(line.split(":\t") for line in self._proc(f"fdinfo/{descriptor}").read_text().splitlines()[:2])
+            fields = dict(
+                line.split(":\t") for line in self._proc(f"fdinfo/{descriptor}").read_text().splitlines()[:2]
+            )
             offset = -1 if int(fields["flags"], 8) & os.O_APPEND else int(fields["pos"])
         note("write", path, offset, data)
 

@@ -123,7 +123,10 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     ),
     "training: rows in chunks": partial(_training, {"chunk": 6, "host_cache": 0}),
     "training: fp32": partial(_training, {"dtype": "fp32", "host_cache": 0}),
-    **{f"pieces: {name}": partial(_training, options, model=model) for name, (model, options) in PIECES.items()},
+    **{
+        f"pieces: {name}": partial(_training, options, model=model)
+        for name, (model, options) in PIECES.items()
+    },
     # Cut over both ranks; whole on each of them, which take turns in writing.
     "ranks in memory: fcdp": partial(_in_memory, "fcdp"),
     "ranks in memory: N/N/N": partial(_in_memory, "N/N/N"),

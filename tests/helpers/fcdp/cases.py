@@ -92,7 +92,9 @@ def train(
     if strategy.startswith("fsdp2"):
         sharding = Plain(model, topology, strategy, policy(case))
     else:
-        room = mock.patch.object(DeviceMemory, "of", return_value=_memory(memory)) if memory else nullcontext()
+        room = (
+            mock.patch.object(DeviceMemory, "of", return_value=_memory(memory)) if memory else nullcontext()
+        )
         with room:
             model = fcdp.fully_shard(model, topology, strategy, mp_policy=policy(case), **options)
         sharding = fcdp.sharding(model)

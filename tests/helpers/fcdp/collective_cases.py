@@ -43,7 +43,9 @@ def ring(parts: list[RankLevel]) -> Any:
 def numbers(seed: int, *shape: int) -> torch.Tensor:
     """The same on every rank, of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 3, shape[-1:], generator=generator)
+    return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(
+        -3, 3, shape[-1:], generator=generator
+    )
 
 
 def through_the_wire(cells: torch.Tensor, bits: Any) -> torch.Tensor:
@@ -78,9 +80,14 @@ def ho_ring(topology: fcdp.Topology) -> None:
             assert not wide[:, :, 0].any()
         inter_node = topology.world_size * (topology.nodes - 1) // topology.nodes // topology.ranks_per_node
         assert traffic.gather_inter_node == 2 * 2 * inter_node * cell * 4
-        assert traffic.gather_inter_node + traffic.gather_intra_node == 2 * 2 * (topology.world_size - 1) * cell * 4
+        assert (
+            traffic.gather_inter_node + traffic.gather_intra_node
+            == 2 * 2 * (topology.world_size - 1) * cell * 4
+        )
 
-        mine = torch.randn(3, topology.world_size, cell, generator=torch.Generator().manual_seed(topology.rank))
+        mine = torch.randn(
+            3, topology.world_size, cell, generator=torch.Generator().manual_seed(topology.rank)
+        )
         mine = mine.bfloat16()
         before = mine.clone()
         counts, results = [], []
@@ -89,7 +96,9 @@ def ho_ring(topology: fcdp.Topology) -> None:
             cells = mine
             for level in shape(parts):
                 rows = (
-                    cells.view(-1, level.size, cell) if level.axis.stride > 1 else cells.reshape(-1, level.size, cell)
+                    cells.view(-1, level.size, cell)
+                    if level.axis.stride > 1
+                    else cells.reshape(-1, level.size, cell)
                 )
                 cells = torch.empty(rows.size(0), cell, dtype=mine.dtype)
                 level.reduce_scatter(rows, cells)
@@ -108,7 +117,10 @@ def gather_quantized(topology: fcdp.Topology, bits: Any, dtype: torch.dtype) -> 
             traffic.gather_intra_node = traffic.gather_inter_node = 0
             level = QuantizedLevel(part, bits)
             right = (
-                numbers(cell, 2, level.size, cell).mul_(50).to(torch.int64 if dtype == torch.uint8 else dtype).to(dtype)
+                numbers(cell, 2, level.size, cell)
+                .mul_(50)
+                .to(torch.int64 if dtype == torch.uint8 else dtype)
+                .to(dtype)
             )
             rows = torch.zeros_like(right)
             rows[:, level.index] = right[:, level.index]
@@ -141,7 +153,9 @@ def reduce_quantized(topology: fcdp.Topology, bits: Any) -> None:
                 expected += place
             assert torch.equal(output, expected)
             step = senders[:, :, level.index].abs().amax() / (127 if bits == 8 else 7)
-            assert (output - senders[:, :, level.index].sum(0)).abs().max() <= (level.size - 1) * step / 2 * 1.001
+            assert (output - senders[:, :, level.index].sum(0)).abs().max() <= (
+                level.size - 1
+            ) * step / 2 * 1.001
             sent = traffic.reduce_intra_node + traffic.reduce_inter_node
             assert sent == 3 * (level.size - 1) * wire_bytes(cell, bits)
             if axis == everywhere:
@@ -188,7 +202,9 @@ def frozen_weights(topology: fcdp.Topology, dtype: torch.dtype) -> tuple[float, 
     for _ in range(2):
         group.holder.unshard()
         now = [parameter.detach().float() for parameter in group.registered()]
-        far += [float((one - then).abs().max() / then.abs().max()) for one, then in zip(now, exact, strict=True)]
+        far += [
+            float((one - then).abs().max() / then.abs().max()) for one, then in zip(now, exact, strict=True)
+        ]
         group.holder.reshard()
     sharding.close()
     return max(far), group.mixes_dtypes

@@ -92,7 +92,9 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
     """All ``run.steps``, on every rank its rows of each batch; a single rank without a topology takes all."""
     rank, world = (topology.rank, topology.world_size) if topology is not None else (0, 1)
     ssd = directories(run.folder, rank, run.ssds)
-    leave = [path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)]
+    leave = [
+        path for by, whose in run.leave if by == rank for path in directories(run.folder, whose, run.ssds)
+    ]
     options = {**OPTIONS, **run.options}
     kinds = CudaDevice.in_one_order if run.in_one_order else Device.in_one_order
     with (
@@ -112,7 +114,11 @@ def train(topology: fcdp.Topology | None, run: Run) -> Outcome:
             report = engine.step()
             outcome.losses.append(loss.item())
             outcome.norms.append(report.grad_norm)
-            outcome.planned = (report.planned_read_bytes, report.planned_written_bytes, report.planned_sent_bytes)
+            outcome.planned = (
+                report.planned_read_bytes,
+                report.planned_written_bytes,
+                report.planned_sent_bytes,
+            )
         engine.flush()
         outcome.counted, outcome.scheduled = engine.io_bytes(), engine.planned_io_bytes()
         outcome.masters = dict(engine.named_parameters()) if rank == 0 else dict.fromkeys(

@@ -88,7 +88,9 @@ def sft_trainer(
     from trl import SFTConfig, SFTTrainer
 
     with launched(topology), fcdp.replace_fsdp2() if ours else contextlib.nullcontext():
-        rows = torch.randint(3, VOCABULARY, (4 * steps, 9), generator=torch.Generator().manual_seed(0)).tolist()
+        rows = torch.randint(
+            3, VOCABULARY, (4 * steps, 9), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         config = SFTConfig(
             output_dir=str(Path(folder)), max_steps=steps, per_device_train_batch_size=1, learning_rate=1e-3,
             lr_scheduler_type="constant", logging_steps=1, save_strategy="steps", save_steps=20, report_to=[],

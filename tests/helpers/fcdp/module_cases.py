@@ -39,7 +39,9 @@ def on_nodes_of(topology: fcdp.Topology, ranks: int, call: Callable[..., Any], *
         dist.barrier()
 
 
-def shard(model: Any, fully_shard: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **options: Any) -> Any:
+def shard(
+    model: Any, fully_shard: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **options: Any
+) -> Any:
     """As torchtitan does: block by block, norm and head together, the root last."""
     causal = model.base_model.model if isinstance(model, PeftModel) else model
     options |= {"mesh": mesh, "mp_policy": policy}
@@ -77,7 +79,9 @@ def _in_order(model: nn.Module) -> None:
 def train(topology: fcdp.Topology, case: Case, ours: bool, **options: Any) -> tuple[Losses, str, list[float]]:
     """Losses, digest of the weights, and bytes: counted, and by the formula."""
     mesh = init_device_mesh("cpu", (4,))
-    model = shard(make_model(case), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, policy_of(case), **options)
+    model = shard(
+        make_model(case), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, policy_of(case), **options
+    )
     if not ours:
         _in_order(model)
     optimizer = adam(model)
@@ -93,7 +97,9 @@ def train(topology: fcdp.Topology, case: Case, ours: bool, **options: Any) -> tu
 
 def train_sharded(topology: fcdp.Topology, strategy: str) -> tuple[Losses, str]:
     """FSDP2's own ``fully_shard``, then ``install``."""
-    model = shard(make_model(Case()), fsdp2_fully_shard, init_device_mesh("cpu", (4,)), MixedPrecisionPolicy())
+    model = shard(
+        make_model(Case()), fsdp2_fully_shard, init_device_mesh("cpu", (4,)), MixedPrecisionPolicy()
+    )
     fcdp.install(model, strategy=strategy)
     optimizer = adam(model)
     return [step_of(model, optimizer, step, topology.rank) for step in range(4)], digest(model)
@@ -110,7 +116,9 @@ def sent_after_a_frozen_prefix(topology: fcdp.Topology, strategy: str) -> tuple[
     return sharding.traffic.inter_node, sharding.inter_node_bytes(1, first_step=True)
 
 
-def train_two_dimensions(topology: fcdp.Topology, kind: str, ours: bool) -> tuple[Losses, str, tuple[int, int]]:
+def train_two_dimensions(
+    topology: fcdp.Topology, kind: str, ours: bool
+) -> tuple[Losses, str, tuple[int, int]]:
     """``tp``: tensor-parallel in the node and sharded between nodes. ``tp-outside``: the other way round. ``hsdp``:
     sharded in the node, replicated between nodes."""
     names = ("tp", "dp") if kind == "tp-outside" else ("dp", "tp")
@@ -134,7 +142,9 @@ def train_on_some(topology: fcdp.Topology, ours: bool) -> Losses:
     mesh = DeviceMesh("cpu", [1, 2])
     if topology.rank in (0, 3):
         return []
-    model = shard(make_model(Case()), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, MixedPrecisionPolicy())
+    model = shard(
+        make_model(Case()), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, MixedPrecisionPolicy()
+    )
     optimizer = adam(model)
     return [step_of(model, optimizer, step, topology.rank) for step in range(3)]
 
@@ -205,7 +215,9 @@ def checkpoint(topology: fcdp.Topology, folder: str, first_ours: bool, event: st
     for is_second in (False, True):
         ours = first_ours != is_second
         mesh = init_device_mesh("cpu", (4,))
-        model = shard(make_model(Case()), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, MixedPrecisionPolicy())
+        model = shard(
+            make_model(Case()), fcdp.fully_shard if ours else fsdp2_fully_shard, mesh, MixedPrecisionPolicy()
+        )
         if not ours:
             _in_order(model)
         optimizer = adam(model)

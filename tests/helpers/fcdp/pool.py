@@ -38,7 +38,9 @@ class Pool:
         self._layout: tuple[int, ...] | None = None
         self._port = 0
 
-    def run(self, layout: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, layout: tuple[int, ...], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         """Call ``function(topology, *args, **kwargs)`` on every rank of a cluster of ``layout``."""
         world = math.prod(layout)
         while len(self._processes) < world:
@@ -112,7 +114,9 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
                 topology, current = None, None
                 world = math.prod(layout)
                 os.environ.update(RANK=str(index), WORLD_SIZE=str(world))
-                dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
+                dist.init_process_group(
+                    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world
+                )
                 nodes, *inside = layout
                 topology = fcdp.Topology(nodes, math.prod(inside), levels=Levels((*reversed(inside), nodes)))
                 current = port

@@ -36,7 +36,9 @@ def recorded() -> Iterator[list[Launch]]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in args if isinstance(value, torch.Tensor)]
-            group = next((value for value in args if isinstance(value, dist.ProcessGroup)), kwargs.get("group"))
+            group = next(
+                (value for value in args if isinstance(value, dist.ProcessGroup)), kwargs.get("group")
+            )
             note(group, name, max((data.numel() * data.element_size() for data in tensors), default=0))
             return original(*args, **kwargs)
 
@@ -45,7 +47,9 @@ def recorded() -> Iterator[list[Launch]]:
     exchange = dist.batch_isend_irecv
 
     def watched_exchange(operations: list[Any]) -> Any:
-        sent = sum(each.tensor.numel() * each.tensor.element_size() for each in operations if each.op is dist.isend)
+        sent = sum(
+            each.tensor.numel() * each.tensor.element_size() for each in operations if each.op is dist.isend
+        )
         note(operations[0].group, "exchange", sent)
         return exchange(operations)
 

@@ -122,7 +122,8 @@ def train(topology: fcdp.Topology, strategy: str, run: Run) -> Trained:
     formula = []
     if not twins:
         formula = [
-            sharding.inter_node_bytes(count, first_step=not step) for step, count in enumerate(run.micro_batches)
+            sharding.inter_node_bytes(count, first_step=not step)
+            for step, count in enumerate(run.micro_batches)
         ]
     sharding.close()
     dist.barrier()

@@ -63,7 +63,10 @@ class _Accesses(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._alive.append((args, kwargs, result))
-        if func._schema.name.split("::")[1] in ("empty", "new_empty", "empty_like", "empty_strided") or func.is_view:
+        if (
+            func._schema.name.split("::")[1] in ("empty", "new_empty", "empty_like", "empty_strided")
+            or func.is_view
+        ):
             return result
         written, read = [], []
         for index, argument in enumerate(func._schema.arguments):
@@ -88,7 +91,10 @@ class _Accesses(TorchDispatchMode):
 
 
 def _places(value: torch.Tensor) -> frozenset[int]:
-    size, last = value.element_size(), sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    size, last = (
+        value.element_size(),
+        sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)),
+    )
     elements = torch.arange(last + 1).as_strided(value.shape, value.stride()).flatten().tolist()
     first = value.storage_offset()
     return frozenset((first + element) * size + byte for element in elements for byte in range(size))

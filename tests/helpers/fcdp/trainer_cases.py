@@ -150,7 +150,9 @@ def open_what_one_rank_sees_change(topology: fcdp.Topology, run: Run, other: Pat
     try:
         with mock.patch.object(WatchedFiles, "changed", sees):
             if run.options:
-                with fuyou.Engine(model, ssd=[make_ssd(run.folder, topology.rank)], topology=topology, **run.options):
+                with fuyou.Engine(
+                    model, ssd=[make_ssd(run.folder, topology.rank)], topology=topology, **run.options
+                ):
                     return "nothing"
             trainer = Trainer(model, topology, TrainerConfig("fcdp", "fp32"), run.folder)
             trainer.begin()

@@ -25,7 +25,9 @@ class Plain:
     def __init__(self, model: nn.Module, topology: fcdp.Topology, name: str, policy: MixedPrecisionPolicy):
         mesh = topology.mesh
         if name == "fsdp2-hybrid":
-            mesh = init_device_mesh("cpu", (topology.nodes, topology.ranks_per_node), mesh_dim_names=("n", "m"))
+            mesh = init_device_mesh(
+                "cpu", (topology.nodes, topology.ranks_per_node), mesh_dim_names=("n", "m")
+            )
         units = find_units(model)
         self.is_hybrid = name == "fsdp2-hybrid"
         self.model: Any = model
@@ -52,7 +54,12 @@ class Ring:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
@@ -69,7 +76,12 @@ class InOrder:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         assert op == (dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM)
         everyone = [torch.empty_like(input_tensor) for _ in range(group.size())]

@@ -6,7 +6,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-_COMMON = {"vocab_size": 199, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
+_COMMON = {
+    "vocab_size": 199,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 _LLAMA = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 _MOE = {**_LLAMA, "num_experts_per_tok": 2}
@@ -30,7 +36,9 @@ def family_config(family: str, **changes: object) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
 
 
-def real_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def real_model(
+    config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A model with distinct random weights everywhere, norms and biases too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -40,7 +48,9 @@ def real_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = tor
     return model
 
 
-def saved(directory: Path, config: PreTrainedConfig, shard: str = "50GB", dtype: torch.dtype = torch.float32) -> Path:
+def saved(
+    directory: Path, config: PreTrainedConfig, shard: str = "50GB", dtype: torch.dtype = torch.float32
+) -> Path:
     """A checkpoint directory, as ``save_pretrained`` writes it."""
     shutil.rmtree(directory, ignore_errors=True)
     real_model(config, dtype=dtype).save_pretrained(directory, max_shard_size=shard)

@@ -27,7 +27,10 @@ FIELDS: dict[str, int | float | str] = {
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 768}
 FAMILIES: dict[str, tuple[PreTrainedConfig, dict[str, int | float | str]]] = {
     "llama": (LlamaConfig(**LLAMA), {}),  # whose queries and keys llama.cpp permutes
-    "gemma2": (Gemma2Config(**LLAMA, head_dim=16), {"attention.key_length": 16}),  # tied, and its norms have 1 added
+    "gemma2": (
+        Gemma2Config(**LLAMA, head_dim=16),
+        {"attention.key_length": 16},
+    ),  # tied, and its norms have 1 added
     "qwen3_moe": (
         Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=16),
         {"attention.key_length": 16, "expert_count": 2, "expert_used_count": 1},
@@ -62,7 +65,10 @@ def write_gguf(
     import gguf
 
     checkpoint = small_checkpoint(file.parent / f"{file.stem}-written", config)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
     family = config.model_type.replace("_moe", "moe").removesuffix("_text")
     architecture = architecture or family
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)

@@ -30,6 +30,9 @@ def image_data(folder: Path) -> Path:
     records = []
     for number in range(4):
         draw(folder / f"{number}.png", number)
-        question = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "What is the capital?"}]
+        question = [
+            {"type": "image", "path": f"{number}.png"},
+            {"type": "text", "text": "What is the capital?"},
+        ]
         records.append(chat(question, "Paris " * (number + 1)))
     return write(folder / "data.jsonl", *records)

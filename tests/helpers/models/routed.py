@@ -11,7 +11,9 @@ from transformers.modeling_outputs import CausalLMOutput
 class RoutedConfig(PreTrainedConfig):
     model_type = "routed_test"
 
-    def __init__(self, vocab_size: int = 67, hidden_size: int = 36, experts: int = 8, layers: int = 2, **kwargs: Any):
+    def __init__(
+        self, vocab_size: int = 67, hidden_size: int = 36, experts: int = 8, layers: int = 2, **kwargs: Any
+    ):
         self.vocab_size, self.hidden_size, self.experts, self.num_hidden_layers = (
             vocab_size, hidden_size, experts, layers,
         )  # fmt: skip
@@ -26,7 +28,9 @@ class RoutedBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size)
         self.router = nn.Linear(config.hidden_size, config.experts - 1)
-        self.experts = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(config.experts))
+        self.experts = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(config.experts)
+        )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         values = self.norm(hidden_states)
@@ -62,7 +66,9 @@ class RoutedForCausalLM(PreTrainedModel):
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.lm_head(hidden)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        loss = (
+            None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        )
         return CausalLMOutput(loss=loss, logits=logits)
 
 

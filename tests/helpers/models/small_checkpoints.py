@@ -15,7 +15,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def small_checkpoint(folder: Path, config: PreTrainedConfig | None = None, model: Any = AutoModelForCausalLM) -> Path:
+def small_checkpoint(
+    folder: Path, config: PreTrainedConfig | None = None, model: Any = AutoModelForCausalLM
+) -> Path:
     """Write a model with random weights, by default a Llama, and a tokenizer of its vocabulary."""
     torch.manual_seed(0)
     model.from_config(config or LlamaConfig(**SIZES)).save_pretrained(folder)

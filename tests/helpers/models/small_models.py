@@ -7,7 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from common.models.miniature import miniature
 from fuyou.model.family import small_model
 
-LACKING: dict[str, dict[str, Any]] = {"lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}}
+LACKING: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}
+}
 
 
 def small_config(family: str) -> PreTrainedConfig:

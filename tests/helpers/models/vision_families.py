@@ -20,7 +20,12 @@ _SEEN: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
-_QWEN_TOKENS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 _QWEN_SEEN: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
     "spatial_merge_size": 2, "temporal_patch_size": 2,
@@ -179,7 +184,9 @@ def image(family: str, generator: torch.Generator, large: bool) -> tuple[list[in
     if family in ("smolvlm", "idefics3"):
         return [IMAGE] * 4, {"pixel_values": pixels(1, 1, 3, 16, 16)}
     if family == "gemma4":
-        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(1, 16, 2)
+        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(
+            1, 16, 2
+        )
         return [IMAGE] * 4, {"pixel_values": pixels(1, 16, 48), "image_position_ids": places}
     if family == "got_ocr2":
         return [IMAGE], {"pixel_values": pixels(1, 3, 64, 64)}

@@ -192,7 +192,9 @@ def address() -> str:
             },
         )  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
-        assert server.stdout.readline() == b"ready\n", "the server that processes are forked from did not start"
+        assert server.stdout.readline() == b"ready\n", (
+            "the server that processes are forked from did not start"
+        )
         _started[os.getpid()] = name, server
     return _started[os.getpid()][0]
 
@@ -335,11 +337,15 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
 
 def execute(words: list[str]) -> None:
     """Run Python's command line."""
-    warnings.simplefilter("ignore", RuntimeWarning)  # a module that is to be run may have been imported before
+    warnings.simplefilter(
+        "ignore", RuntimeWarning
+    )  # a module that is to be run may have been imported before
     options = []
     while words[0] in ("-P", "-u"):
         options.append(words.pop(0))
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    given = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
+    ]
     here = given if "-P" in options else [os.getcwd(), *given]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], here

@@ -47,7 +47,9 @@ def same(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 class Node:
     """A launcher in a separate process, with what it says; forked, unless its code is to be another than ours."""
 
-    def __init__(self, name: str, folder: Path, *words: object, code: Path = ROOT, begin: tuple[str, ...] = BEGIN):
+    def __init__(
+        self, name: str, folder: Path, *words: object, code: Path = ROOT, begin: tuple[str, ...] = BEGIN
+    ):
         self.log = folder / f"{name}.log"
         start: Any = forked.Popen if code == ROOT else subprocess.Popen
         with self.log.open("w") as log:
@@ -64,7 +66,11 @@ class Node:
     def ranks(self) -> dict[int, psutil.Process]:
         """By number in the whole run."""
         children = psutil.Process(self.process.pid).children()
-        return {int(child.name().removeprefix("rank ")): child for child in children if child.name().startswith("rank")}
+        return {
+            int(child.name().removeprefix("rank ")): child
+            for child in children
+            if child.name().startswith("rank")
+        }
 
     def end(self) -> None:
         if self.process.poll() is None:

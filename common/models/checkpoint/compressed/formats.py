@@ -34,8 +34,12 @@ class FoundTensor:
 
     tensor: CompressedTensor
     names: dict[str, str]  # Names of its components in the files, by their roles
-    attached: tuple[str, ...] = ()  # Names of tensors that are useless without it: shapes, scales of activations
-    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Components that are no tensors in the files
+    attached: tuple[
+        str, ...
+    ] = ()  # Names of tensors that are useless without it: shapes, scales of activations
+    values: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # Components that are no tensors in the files
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:
@@ -95,11 +99,16 @@ class Fp8:
                 continue
             module, _, last = name.rpartition(".")
             prefix = f"{module}." if module else ""
-            candidates = [f"{name}_scale_inv", *(f"{prefix}{scale_name}" for scale_name in ("scale", "qscale_weight"))]
+            candidates = [
+                f"{name}_scale_inv",
+                *(f"{prefix}{scale_name}" for scale_name in ("scale", "qscale_weight")),
+            ]
             scale = next((scale_name for scale_name in candidates if scale_name in shards.tensors), None)
             if scale is None or (last != "weight" and scale != candidates[0]):
                 continue
-            attached = [f"{prefix}{suffix}" for suffix in self._attached if f"{prefix}{suffix}" in shards.tensors]
+            attached = [
+                f"{prefix}{suffix}" for suffix in self._attached if f"{prefix}{suffix}" in shards.tensors
+            ]
             names = {"codes": name, "scale": scale}
             yield found(name, names, shards, self._tensor(name, components_of(names, shards)), attached)
 
@@ -131,12 +140,16 @@ class Mxfp4:
             if base == name or f"{base}_scales" not in shards.tensors:
                 continue
             if len(blocks.shape) < 3:
-                raise FinetuneError(f"{blocks.file}: {name} of shape {list(blocks.shape)} are not MXFP4 blocks.")
+                raise FinetuneError(
+                    f"{blocks.file}: {name} of shape {list(blocks.shape)} are not MXFP4 blocks."
+                )
             *leading, count, width = blocks.shape
             names = {"codes": name, "scale": f"{base}_scales"}
             shape = (*leading, count * width * 2)
             block = (1, width * 2)
-            tensor = CompressedTensor("e2m1", shape, block, torch.bfloat16, components_of(names, shards), True)
+            tensor = CompressedTensor(
+                "e2m1", shape, block, torch.bfloat16, components_of(names, shards), True
+            )
             yield found(base, names, shards, tensor)
 
 
@@ -152,7 +165,9 @@ class CompressedTensors:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
-        self._groups: list[tuple[list[str], dict[str, Any]]] = [(g.get("targets") or [], g["weights"]) for g in groups]
+        self._groups: list[tuple[list[str], dict[str, Any]]] = [
+            (g.get("targets") or [], g["weights"]) for g in groups
+        ]
         sparse = (settings.get("sparsity_config") or {}).get("format") or "dense"
         transforms = (settings.get("transform_config") or {}).get("config_groups")
         if sparse != "dense" or transforms:
@@ -176,9 +191,13 @@ class CompressedTensors:
                 )
             codes = there.get("weight_packed") or there.get("weight")
             if codes is None:
-                raise FinetuneError(f"{scale.file} holds {name}, and no file of the checkpoint {module}.weight_packed.")
+                raise FinetuneError(
+                    f"{scale.file} holds {name}, and no file of the checkpoint {module}.weight_packed."
+                )
             more = {
-                role: there[f"weight_{role}"] for role in ("zero_point", "global_scale") if f"weight_{role}" in there
+                role: there[f"weight_{role}"]
+                for role in ("zero_point", "global_scale")
+                if f"weight_{role}" in there
             }
             names = {"codes": codes, "scale": name, **more}
             tensor = self._tensor(module, components_of(names, shards), there.get("weight_shape"), shards)
@@ -276,7 +295,12 @@ class Bitsandbytes:
         state = json.loads(shards.read(state_name).numpy().tobytes())
         shape = tuple(state["shape"])
         block = int(state["blocksize"])
-        if kind not in TABLES or len(shape) != 2 or shape[1] % block or state.get("nested_blocksize", 256) != 256:
+        if (
+            kind not in TABLES
+            or len(shape) != 2
+            or shape[1] % block
+            or state.get("nested_blocksize", 256) != 256
+        ):
             raise UserError(
                 f"{shards.files[weight].file}: {weight} of shape {list(shape)} is {kind} in blocks of {block}, which "
                 "are no whole parts of its rows or cannot be read. Give the checkpoint it was quantized from."
@@ -322,7 +346,9 @@ class Gguf:
                 block = (1, BLOCKS[entry.kind].numbers)
                 names = {"codes": name}
                 components = components_of(names, shards)
-                tensor = CompressedTensor(entry.kind, entry.shape, block, torch.float32, components, entry.transposed)
+                tensor = CompressedTensor(
+                    entry.kind, entry.shape, block, torch.float32, components, entry.transposed
+                )
                 yield found(name, names, shards, tensor)
 
 
@@ -401,14 +427,20 @@ class CompressedShards(Shards):
         if self.method is None:
             return
         self.compressed = dict(self.method.find(self))
-        hidden = {name for entry in self.compressed.values() for name in (*entry.names.values(), *entry.attached)}
+        hidden = {
+            name for entry in self.compressed.values() for name in (*entry.names.values(), *entry.attached)
+        }
         self.tensors = {name: stored for name, stored in self.files.items() if name not in hidden}
         for name, entry in self.compressed.items():
             codes = self.files[entry.names["codes"]]
-            self.tensors[name] = StoredTensor(codes.file, entry.tensor.dtype, entry.tensor.model_shape, codes.name)
+            self.tensors[name] = StoredTensor(
+                codes.file, entry.tensor.dtype, entry.tensor.model_shape, codes.name
+            )
         for name, converted in self._gguf.items():
             if name not in self.compressed:
-                self.tensors[name] = StoredTensor(self.files[name].file, torch.float32, converted.model_shape, name)
+                self.tensors[name] = StoredTensor(
+                    self.files[name].file, torch.float32, converted.model_shape, name
+                )
 
     @property
     def _gguf(self) -> Mapping[str, GgufEntry]:

@@ -49,7 +49,9 @@ def _codes(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     return (data.unflatten(-1, (-1, 1, width)) >> shifts & (1 << bits) - 1).flatten(-3)
 
 
-def _scaled(numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None) -> torch.Tensor:
+def _scaled(
+    numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return numbers times the scales, fp32 ``[..., groups]``, of their groups, and subtract the groups' minimums."""
     products = numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)
     return (products if minimums is None else products - minimums.unsqueeze(-1)).flatten(-2)
@@ -97,7 +99,9 @@ def _q3_k(block: torch.Tensor) -> torch.Tensor:
 def _scales_and_minimums(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales and minimums of the 8 groups of a Q4_K or Q5_K block, which have 6 bits each."""
     scales, least, both = block[..., 4:16].unflatten(-1, (3, 1, 4)).unbind(-3)
-    is_first = torch.arange(2, device=block.device).unsqueeze(-1) == 0  # of two halves; concatenating takes a kernel
+    is_first = (
+        torch.arange(2, device=block.device).unsqueeze(-1) == 0
+    )  # of two halves; concatenating takes a kernel
     scales = torch.where(is_first, scales & 0x3F, both & 0xF | scales >> 2 & 0x30).flatten(-2)
     least = torch.where(is_first, least & 0x3F, both >> 4 | least >> 2 & 0x30).flatten(-2)
     return _halves(block[..., :2]) * scales, _halves(block[..., 2:4]) * least

@@ -44,7 +44,9 @@ class Placements:
         if spots is None:
             return None
         whole, (axes, origins) = _strides(shape), spots
-        units = [part[axes.index(axis)] * stride if axis in axes else stride for axis, stride in enumerate(whole)]
+        units = [
+            part[axes.index(axis)] * stride if axis in axes else stride for axis, stride in enumerate(whole)
+        ]
         offsets = tuple(sum(map(operator.mul, origin, units)) for origin in origins)
         return tuple(whole[axis] for axis in axes), offsets
 
@@ -83,7 +85,9 @@ def _tiny_spots(model: PreTrainedModel, conversion: Conversion, size: Sequence[i
     whole = _strides(result.shape)
     corners = order[::numel]
     steps = [int(order[stride] - order[0]) for stride in _strides(size)]
-    inside = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"), dim=-1) @ torch.tensor(steps)
+    inside = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij"), dim=-1) @ torch.tensor(
+        steps
+    )
     if not torch.equal(places, corners.view(-1, *[1] * len(size)) + inside) or not set(steps) <= set(whole):
         return None
     axes = tuple(map(whole.index, steps))
@@ -182,7 +186,9 @@ class CompressedParameter:
         position = 0
         for component in self.tensor.components:
             components[component.role] = (
-                rows[:, position : position + component.nbytes].view(component.dtype).unflatten(1, component.shape)
+                rows[:, position : position + component.nbytes]
+                .view(component.dtype)
+                .unflatten(1, component.shape)
             )
             position += _aligned(component.nbytes)
         shape = (count, *self.tensor.shape)
@@ -193,7 +199,12 @@ class CompressedParameter:
 
     def to_dict(self) -> dict[str, Any]:
         parts = {} if self.parts is None else {"parts": list(self.parts)}
-        return {"tensor": self.tensor.to_dict(), "strides": list(self.strides), "offsets": list(self.offsets), **parts}
+        return {
+            "tensor": self.tensor.to_dict(),
+            "strides": list(self.strides),
+            "offsets": list(self.offsets),
+            **parts,
+        }
 
     def _place(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat.as_strided(self.tensor.shape, self.strides, flat.storage_offset() + self.offsets[index])

@@ -122,7 +122,9 @@ class CompressedTensor:
         if self.codes in BLOCKS:
             (stored,) = self.components
             nbytes = BLOCKS[self.codes].row_nbytes(columns)
-            return None if stored.shape == (*leading, rows, nbytes) else f"{columns} columns are no whole blocks"
+            return (
+                None if stored.shape == (*leading, rows, nbytes) else f"{columns} columns are no whole blocks"
+            )
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         per_byte = TABLES[self.codes].shape[1]
         for component in self.components:
@@ -212,7 +214,9 @@ class CompressedTensor:
         block = torch.arange(first * columns, stop * columns, device=codes.device) // NESTED_BLOCK
         return scales.mul_(factors[:, block].view_as(scales)).add_(offset.unsqueeze(-1))
 
-    def _zero_points(self, components: Mapping[str, torch.Tensor], count: int, columns: int) -> torch.Tensor | None:
+    def _zero_points(
+        self, components: Mapping[str, torch.Tensor], count: int, columns: int
+    ) -> torch.Tensor | None:
         """Return zero points in fp32 ``[count, rows of blocks, columns of blocks]``; None if there are none."""
         packed = components.get("zero_point")
         if packed is None:

@@ -14,7 +14,9 @@ from tests.helpers.processes.pairs import COMMON, Pair, same
 
 
 @pytest.mark.slow
-def test_a_killed_rank_and_an_exported_model(pair: Pair, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_and_an_exported_model(
+    pair: Pair, checkpoint: Path, data: Path, tmp_path: Path
+) -> None:
     command = ("--model", checkpoint, "--data", data, *COMMON, "--steps", 30, "--host-memory", "4GiB")
     output, alone = tmp_path / "out", tmp_path / "alone"
     drives = [tmp_path / name for name in ("ssd0", "ssd1")]
@@ -44,6 +46,9 @@ def test_a_killed_rank_and_an_exported_model(pair: Pair, checkpoint: Path, data:
 def test_options_that_do_not_go_together(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--model", "llama-10m", "--data", "random", "--nodes", "1", "--ssd", str(tmp_path), *words]) == 2
+    assert (
+        main(["--model", "llama-10m", "--data", "random", "--nodes", "1", "--ssd", str(tmp_path), *words])
+        == 2
+    )
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1

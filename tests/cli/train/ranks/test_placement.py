@@ -64,11 +64,15 @@ def test_without_all_switches_the_cluster_file_counts_and_else_nothing(tmp_path:
     text = preset_files("clusters")["a800-hdr"].read_text().replace("size = 128", "size = 4")
     file.write_text(text.replace("device_memory =", "leaf_of_node = [7, 8, 7, 8]\ndevice_memory ="))
     placement = placed(("a", None, "b", "b"), cluster=str(file))[0]
-    assert placement is not None and placement.order == (0, 2, 1, 3) and placement.leaves == ("7", "7", "8", "8")
+    assert (
+        placement is not None and placement.order == (0, 2, 1, 3) and placement.leaves == ("7", "7", "8", "8")
+    )
     assert placed((None, None), cluster=str(file)) == [None, None], "it is about four nodes"
 
 
-def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert placed(("a",), 2) == [None, None]
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "leaf1.gpu1")
@@ -77,7 +81,9 @@ def test_one_node_and_drives_that_hold_a_ranks_data_keep_their_numbers(monkeypat
 
 
 @pytest.mark.parametrize("ranks_per_node", [(1, 2), (2, 1), (2, 1, 3)])
-def test_nodes_with_different_numbers_of_ranks_are_left_to_be_rejected(ranks_per_node: tuple[int, ...]) -> None:
+def test_nodes_with_different_numbers_of_ranks_are_left_to_be_rejected(
+    ranks_per_node: tuple[int, ...],
+) -> None:
     """Whichever comes first, nobody waits for a node that there is not."""
     assert placed(("a", "b", "a")[: len(ranks_per_node)], *ranks_per_node) == [None] * sum(ranks_per_node)
 

@@ -90,7 +90,9 @@ def test_same_as_peft(
     for name, value in again.source(source).read(list(meta)):
         assert torch.equal(value.to(values[name].dtype), values[name]), name
     merged = adapters.merge(values)
-    if adapters.unties:  # peft adds the embedding's adapters to the head, too; see tests/cli/train/test_exports.py
+    if (
+        adapters.unties
+    ):  # peft adds the embedding's adapters to the head, too; see tests/cli/train/test_exports.py
         return
     expected = dict(back.merge_and_unload().named_parameters())
     assert merged.keys() == expected.keys()
@@ -108,14 +110,21 @@ def test_biases_of_adapters_need_layers_with_biases_to_merge_into(checkpoints: P
 
 def test_configuration_files(tmp_path: Path) -> None:
     """A file, its directory, or the few settings that somebody typed."""
-    LoraConfig(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 7}, task_type="CAUSAL_LM").save_pretrained(
-        tmp_path
-    )
+    LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 7}, task_type="CAUSAL_LM"
+    ).save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / CONFIG):
         config = load_peft_config(path)
-        assert (config.r, config.lora_alpha, config.use_rslora, config.rank_pattern) == (3, 5, True, {"q_proj": 7})
+        assert (config.r, config.lora_alpha, config.use_rslora, config.rank_pattern) == (
+            3,
+            5,
+            True,
+            {"q_proj": 7},
+        )
         assert not config.inference_mode
-    (tmp_path / CONFIG).write_text('{"r": 6, "merge_weights": false, "enable_lora": null}')  # as old versions write
+    (tmp_path / CONFIG).write_text(
+        '{"r": 6, "merge_weights": false, "enable_lora": null}'
+    )  # as old versions write
     assert load_peft_config(tmp_path).r == 6
 
 
@@ -162,7 +171,9 @@ def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> Non
     ({"exclude_modules": ["k_proj", "v_porj"]}, "exclude_modules: 'v_porj' matches no module. .*'v_proj'"),
     ({"exclude_modules": "v_proj"}, "exclude_modules: 'v_proj' matches no module"),  # a pattern for whole names
 ])  # fmt: skip
-def test_entries_that_match_nothing_are_rejected(fields: dict[str, Any], said: str, checkpoints: Path) -> None:
+def test_entries_that_match_nothing_are_rejected(
+    fields: dict[str, Any], said: str, checkpoints: Path
+) -> None:
     with pytest.raises(UserError, match=said):
         adapted(checkpoints / "llama", LoraConfig(target_modules=["q_proj"], **fields), BF16)
 
@@ -204,7 +215,9 @@ def test_a_configuration_of_another_adapter(checkpoints: Path, tmp_path: Path) -
     file.write_bytes((tmp_path / "64" / CONFIG).read_bytes())
     with pytest.raises(UserError, match="that of another adapter, since"):
         SavedAdapter(tmp_path / "4")
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoints / "llama"), tmp_path / "4")
+    again = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(checkpoints / "llama"), tmp_path / "4"
+    )
     again.save_pretrained(tmp_path / "again")  # the change is meant
     assert SavedAdapter(tmp_path / "again").config().lora_alpha == 64
 
@@ -241,7 +254,9 @@ def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"q_proj.lora_A.weight, which no adapter of this model has"):
         begun("llama")
     (tmp_path / CONFIG).write_text(text.replace('"q_proj"', '"v_proj"'))
-    with pytest.raises(UserError, match=r"lacks base_model.*v_proj.lora_A.weight, which adapters of this model have"):
+    with pytest.raises(
+        UserError, match=r"lacks base_model.*v_proj.lora_A.weight, which adapters of this model have"
+    ):
         begun("llama")
 
 
@@ -251,7 +266,10 @@ def test_a_saved_adapter_of_other_names(checkpoints: Path, tmp_path: Path) -> No
     config = AdapterOptions(4, targets=("q_proj",)).peft_config()
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama")
     get_peft_model(model, config).save_pretrained(tmp_path)
-    values = {name.replace(".layers.", ".old.layers."): value for name, value in load_file(tmp_path / WEIGHTS).items()}
+    values = {
+        name.replace(".layers.", ".old.layers."): value
+        for name, value in load_file(tmp_path / WEIGHTS).items()
+    }
     save_file(values, tmp_path / WEIGHTS, {"format": "pt"})
     saved = SavedAdapter(tmp_path)
     meta = build_meta_model(load_config(checkpoints / "llama")[0])

@@ -7,7 +7,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
 from common.errors import UserError
 from common.models.adapters.adapters import Adapters
@@ -105,7 +110,11 @@ def test_layers_that_peft_refuses_are_left_out(targets: tuple[str, ...]) -> None
 
 def test_layers_in_a_sequence_are_not_called_by_their_number_alone() -> None:
     have = places(adapted(small_config("ctrl")))
-    assert {"transformer.h.0.ffn.0", "transformer.h.0.ffn.2", "transformer.h.0.multi_head_attention.Wq"} <= have
+    assert {
+        "transformer.h.0.ffn.0",
+        "transformer.h.0.ffn.2",
+        "transformer.h.0.multi_head_attention.Wq",
+    } <= have
 
 
 def test_grouped_layers_are_left_out_and_refused_by_name() -> None:

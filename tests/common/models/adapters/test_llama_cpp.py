@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from common.files import CACHE_VARIABLE
 from common.models.adapters.adapters import Adapters
@@ -43,12 +50,17 @@ def answers(model: Path, adapter: Path | None) -> np.ndarray:
     (Gemma2Config(**LLAMA, head_dim=16, query_pre_attn_scalar=16), FIELDS | HEAD | CAPS),
 ], ids=lambda value: getattr(value, "model_type", ""))  # fmt: skip
 def test_logits_with_an_adapter(
-    config: PreTrainedConfig, fields: dict[str, int | float | str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PreTrainedConfig,
+    fields: dict[str, int | float | str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     file, folder = write_gguf(tmp_path / "model.gguf", config, fields, kinds=("F32",)), tmp_path / "adapter"
     read, directory = load_config(file)
-    adapters = Adapters(build_meta_model(read), AdapterOptions(4, targets=("all-linear",)).peft_config(), seed=0)
+    adapters = Adapters(
+        build_meta_model(read), AdapterOptions(4, targets=("all-linear",)).peft_config(), seed=0
+    )
     generator = torch.Generator().manual_seed(0)
     shapes = {name: adapters.model.get_parameter(name).shape for name in adapters.trainable_names}
     values = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -34,8 +34,12 @@ def allocated(inputs: int, outputs: int, tokens: int, dtype: torch.dtype, config
     lambda: LoraConfig(r=8, target_modules=NAMES), lambda: LoraConfig(r=8, target_modules=NAMES, lora_dropout=0.1),
     lambda: LoraConfig(r=8, target_modules=NAMES, use_dora=True),
 ], ids=["lora", "dropout", "dora"])  # fmt: skip
-def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, tokens: int, dtype: torch.dtype) -> None:
-    taken = allocated(inputs, outputs, tokens, dtype, make()) - allocated(inputs, outputs, tokens, dtype, None)
+def test_enough(
+    make: Callable[[], PeftConfig], inputs: int, outputs: int, tokens: int, dtype: torch.dtype
+) -> None:
+    taken = allocated(inputs, outputs, tokens, dtype, make()) - allocated(
+        inputs, outputs, tokens, dtype, None
+    )
     layers = nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=False, dtype=dtype) for name in NAMES})
     get_peft_model(layers, make())
     planned = adapter_memory(layers)
@@ -48,10 +52,13 @@ def test_enough(make: Callable[[], PeftConfig], inputs: int, outputs: int, token
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("layer", ["embed", "head"])
-@pytest.mark.parametrize("how", [{"modules_to_save": []}, {"trainable_token_indices": {}}], ids=["whole", "rows"])
+@pytest.mark.parametrize(
+    "how", [{"modules_to_save": []}, {"trainable_token_indices": {}}], ids=["whole", "rows"]
+)
 def test_enough_for_embeddings(how: dict, layer: str, dtype: torch.dtype) -> None:
     config = LoraConfig(
-        target_modules=["other"], **{key: [layer] if value == [] else {layer: [1, 5]} for key, value in how.items()}
+        target_modules=["other"],
+        **{key: [layer] if value == [] else {layer: [1, 5]} for key, value in how.items()},
     )
     makes = {
         "embed": lambda: nn.Embedding(2000, 64, dtype=dtype),

@@ -26,7 +26,9 @@ def test_fused_experts_have_separate_names(family: str, fused: list[str]) -> Non
     real = AutoModelForCausalLM.from_config(config)
     options = {"target_modules": [attention], "target_parameters": fused}
     twin = get_peft_model(real, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options))
-    expected = {name: value for name, value in twin.get_base_model().named_parameters() if value.requires_grad}
+    expected = {
+        name: value for name, value in twin.get_base_model().named_parameters() if value.requires_grad
+    }
     assert set(found.names) == expected.keys()
     layers = 2 if family == "deepseek_v3" else 3
     assert sum("experts" in name for name in found.names) == 2 * len(fused) * layers

@@ -52,7 +52,13 @@ def read(directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     refused = [name for name in REFUSED if config.get(name)]
     init = config.get("init_lora_weights", True)
     ranks = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
-    if missing or refused or config.get("bias", "none") != "none" or max(ranks) > LARGEST_RANK or min(ranks) < 1:
+    if (
+        missing
+        or refused
+        or config.get("bias", "none") != "none"
+        or max(ranks) > LARGEST_RANK
+        or min(ranks) < 1
+    ):
         raise ValueError(f"settings: {missing}, {refused}, bias {config.get('bias')}, ranks {ranks}")
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise ValueError(f"init_lora_weights {init}")
@@ -73,7 +79,9 @@ def read(directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     return result
 
 
-def write(family: str, config: PeftConfig, directory: Path) -> tuple[Adapters, dict[str, torch.Tensor], nn.Module]:
+def write(
+    family: str, config: PeftConfig, directory: Path
+) -> tuple[Adapters, dict[str, torch.Tensor], nn.Module]:
     """An adapter directory with values that are not zero; and the model as it was."""
     base = build_meta_model(tiny_configs()[family], dtype=torch.float32)
     adapters = Adapters(build_meta_model(tiny_configs()[family], dtype=torch.float32), config, seed=3)
@@ -95,7 +103,9 @@ def write(family: str, config: PeftConfig, directory: Path) -> tuple[Adapters, d
     ("gpt2", lambda: LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True)),
     ("llama-tied", lambda: LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])),
 ])  # fmt: skip
-def test_what_it_reads_is_what_was_trained(family: str, make: Callable[[], PeftConfig], tmp_path: Path) -> None:
+def test_what_it_reads_is_what_was_trained(
+    family: str, make: Callable[[], PeftConfig], tmp_path: Path
+) -> None:
     """Names lead to modules of the model as it was, and the weights that vLLM would serve are the merged ones."""
     adapters, values, base = write(family, make(), tmp_path)
     found = read(tmp_path)

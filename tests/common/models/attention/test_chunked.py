@@ -25,7 +25,9 @@ def _twin(query, key, value, mask, scale, cap, sinks, documents):
     if cap:
         scores = cap * torch.tanh(scores / cap)
     queries, keys = scores.shape[-2:]
-    row = torch.arange(mask.offset + queries - keys, mask.offset + queries)  # tokens of the row that keys belong to
+    row = torch.arange(
+        mask.offset + queries - keys, mask.offset + queries
+    )  # tokens of the row that keys belong to
     own = row[-queries:, None]
     seen = row <= own
     if mask.window:
@@ -61,7 +63,13 @@ CASES = {
     "documents": {"documents": [50, 107, 108, 130]},
     "documents in windows": {"documents": [90, 120], "window": 24, "sinks": True},
     "documents in chunks": {"documents": [90, 111], "chunk": 16, "groups": 2},
-    "documents before dropped keys": {"documents": [10, 130], "keys": 61, "offset": 100, "cap": 5.0, "window": 24},
+    "documents before dropped keys": {
+        "documents": [10, 130],
+        "keys": 61,
+        "offset": 100,
+        "cap": 5.0,
+        "window": 24,
+    },
     "all": {"cap": 4.0, "window": 24, "groups": 1, "width": 8, "sinks": True, "rows": 2},
 }
 
@@ -77,7 +85,11 @@ def _compare(dtype, case, device_tolerance):
     torch.manual_seed(0)
     case = {"queries": 41, "keys": 141, "groups": 4, "width": 32, "rows": 1, "scale": None, **case}
     rows, queries, keys = case["rows"], case["queries"], case["keys"]
-    shapes = (rows, 4, queries, 32), (rows, case["groups"], keys, 32), (rows, case["groups"], keys, case["width"])
+    shapes = (
+        (rows, 4, queries, 32),
+        (rows, case["groups"], keys, 32),
+        (rows, case["groups"], keys, case["width"]),
+    )
     inputs = [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
     sinks = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_() if case.get("sinks") else None
     mask = ChunkMask(case.get("offset", keys - queries), case.get("window", 0), case.get("chunk", 0))
@@ -121,14 +133,18 @@ def test_in_the_branches_for_cuda(dtype, name):
 
 def test_chunks_count_as_many_operations_as_the_whole_row():
     def operations(mask, first, last):
-        inputs = [torch.randn(1, heads, tokens, 16) for heads, tokens in ((4, last - first), (2, last), (2, last))]
+        inputs = [
+            torch.randn(1, heads, tokens, 16) for heads, tokens in ((4, last - first), (2, last), (2, last))
+        ]
         inputs = [each.requires_grad_() for each in inputs]
         with FlopCounterMode(display=False) as counter:
             chunked._by_chunk(torch.nn.Module(), *inputs, mask)[0].sum().backward()
         return counter.get_total_flops()
 
     product = 2 * 4 * 16  # for each pair of tokens; forward are two, backward five
-    assert sum(operations(ChunkMask(a), a, b) for a, b in ((0, 40), (40, 80), (80, 96))) == 7 * product * 96**2
+    assert (
+        sum(operations(ChunkMask(a), a, b) for a, b in ((0, 40), (40, 80), (80, 96))) == 7 * product * 96**2
+    )
     assert operations(ChunkMask(80, window=8), 80, 96) == 7 * product * 16 * (2 * 8 - 1)
     assert operations(ChunkMask(80, chunk=16), 80, 96) == 7 * product * 16**2
 
@@ -150,7 +166,9 @@ def test_rejects_what_is_not_cut(reason, mask, options):
 
 def test_masks_that_are_not_merely_causal():
     assert chunked._chunk_mask(q_offset=3) == ChunkMask(3)
-    assert chunked._chunk_mask(3, sliding_window_causal_mask_function(8), local_size=8) == ChunkMask(3, window=8)
+    assert chunked._chunk_mask(3, sliding_window_causal_mask_function(8), local_size=8) == ChunkMask(
+        3, window=8
+    )
     ranges = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
     assert chunked._chunk_mask(3, ranges, local_size=8) == ChunkMask(3, chunk=8)
     assert chunked._chunk_mask(mask_function=bidirectional_mask_function) is None

@@ -20,7 +20,9 @@ def positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in ROWS])
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float) -> torch.Tensor:
+def masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
     """Softmax in plain sight, with a mask of ``[S, S]``."""
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
@@ -34,7 +36,9 @@ def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
 
 
 @pytest.mark.parametrize("window", [0, 7, 64])
-@pytest.mark.parametrize(("heads", "width"), [(2, 8), (4, 8), (4, 6)])  # shared heads; values of another width
+@pytest.mark.parametrize(
+    ("heads", "width"), [(2, 8), (4, 8), (4, 6)]
+)  # shared heads; values of another width
 def test_values_and_gradients(window: int, heads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_BANDED_QUERIES", 8)  # so that a document takes several tiles
     torch.manual_seed(0)
@@ -47,7 +51,9 @@ def test_values_and_gradients(window: int, heads: int, width: int, monkeypatch: 
     theirs = masked(*inputs, window, 0.3)
     torch.testing.assert_close(ours, theirs)
     gradient = torch.randn_like(ours)
-    for one, two in zip(*(torch.autograd.grad(each, inputs, gradient) for each in (ours, theirs)), strict=True):
+    for one, two in zip(
+        *(torch.autograd.grad(each, inputs, gradient) for each in (ours, theirs)), strict=True
+    ):
         torch.testing.assert_close(one, two)
 
 
@@ -61,7 +67,9 @@ def attend(inputs: list[torch.Tensor], window: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [0, 7, 64])
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 8), (torch.bfloat16, 12), (torch.bfloat16, 16)])
-def test_cudas_branch_has_the_values_of_the_cpus(dtype: torch.dtype, width: int, heads: int, window: int) -> None:
+def test_cudas_branch_has_the_values_of_the_cpus(
+    dtype: torch.dtype, width: int, heads: int, window: int
+) -> None:
     """With stand-ins for its kernels, which take their arguments by PyTorch's own schema; fp32 takes products."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, 37, width, dtype=dtype, requires_grad=True) for h in (4, heads, heads)]
@@ -85,7 +93,9 @@ def test_cudas_branch_takes_values_of_another_width(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 7])
-def test_cudas_calls_take_no_more_memory_for_short_documents(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudas_calls_take_no_more_memory_for_short_documents(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For each document of a call, the backward pass has fp32 sums of 128 tokens more."""
     monkeypatch.setattr(tiles, "_LEAST_DOCUMENTS", 2)
     torch.manual_seed(0)

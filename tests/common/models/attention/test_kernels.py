@@ -34,7 +34,14 @@ class GeForce:
         self.seen: list[tuple[int, float]] = []
 
     def choice(
-        self, query: Any, _: Any, __: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, **___: Any
+        self,
+        query: Any,
+        _: Any,
+        __: Any,
+        mask: Any = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        **___: Any,
     ) -> int:
         self.seen.append((query.shape[-1], dropout))
         wide = query.shape[-1] > 192 and query.requires_grad and torch.is_grad_enabled()
@@ -64,7 +71,9 @@ def test_a_kernel_for_one_of_the_passes_is_left_out(
 
 def test_a_device_that_is_elsewhere() -> None:
     here = AttentionKernels(LLAMA, torch.bfloat16, CPU)
-    query, wide = (torch.empty(1, 2, 4096, width, dtype=torch.bfloat16, device="meta") for width in (128, 288))
+    query, wide = (
+        torch.empty(1, 2, 4096, width, dtype=torch.bfloat16, device="meta") for width in (128, 288)
+    )
     mask = torch.empty(1, 1, 4096, 4096, dtype=torch.bool, device="meta")
     assert here.taken("cuda", [query] * 3, None, True) is FLASH
     assert here.taken("cuda", [query.float()] * 3, None, True) is EFFICIENT
@@ -75,7 +84,8 @@ def test_a_device_that_is_elsewhere() -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(sdpa_attention, "create_position_bias_mask"), reason="transformers has no learnt biases of attention"
+    not hasattr(sdpa_attention, "create_position_bias_mask"),
+    reason="transformers has no learnt biases of attention",
 )
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_learnt_bias_is_added_by_the_same_kernel_with_gradients_and_without(learns: bool) -> None:
@@ -87,7 +97,9 @@ def test_a_learnt_bias_is_added_by_the_same_kernel_with_gradients_and_without(le
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             given = bias.clone().requires_grad_(learns)
-            attended, _ = sdpa_attention.sdpa_attention_forward(module, query, key, value, None, position_bias=given)
+            attended, _ = sdpa_attention.sdpa_attention_forward(
+                module, query, key, value, None, position_bias=given
+            )
             results.append(attended.detach())
             if gradients and learns:
                 attended.float().sum().backward()

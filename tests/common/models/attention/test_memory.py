@@ -45,7 +45,9 @@ def measure_chunk(window: int = 0, cap: float = 0.0, key_width: int = 64) -> Non
         shapes = (4, queries, key_width), (2, past + queries, key_width), (2, past + queries, 64)
         inputs = [torch.randn(1, *shape, requires_grad=True) for shape in shapes]
         before = reset_peak_bytes()
-        chunked._by_chunk(torch.nn.Module(), *inputs, ChunkMask(past, window), softcap=cap)[0].sum().backward()
+        chunked._by_chunk(torch.nn.Module(), *inputs, ChunkMask(past, window), softcap=cap)[
+            0
+        ].sum().backward()
     print(peak_bytes() - before, counted)
 
 
@@ -54,7 +56,10 @@ def measure_block() -> None:
     config = AutoConfig.for_model(
         "gptj", vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8, n_positions=1024, attn_pdrop=0.0
     )
-    model, hidden = AutoModelForCausalLM.from_config(config).train(), torch.randn(1, 1024, 32, requires_grad=True)
+    model, hidden = (
+        AutoModelForCausalLM.from_config(config).train(),
+        torch.randn(1, 1024, 32, requires_grad=True),
+    )
     _, (block,) = find_blocks(model)
     mask = torch.zeros(1, 1, 1024, 1024)
     before = reset_peak_bytes()

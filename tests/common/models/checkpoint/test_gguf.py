@@ -47,7 +47,9 @@ def test_weights_are_those_that_transformers_reads(family: str, tmp_path: Path) 
     assert directory is not None
     source = CheckpointSource(directory, build_meta_model(read))
     source.check()
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    ).state_dict()
     for name, value in source.read(list(source.shapes)):
         assert torch.equal(value, expected[name]), name
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -72,7 +74,9 @@ def test_a_damaged_or_unfinished_description_is_made_again(tmp_path: Path) -> No
         assert sorted(path.name for path in directory.iterdir()) == names
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
     other = write_gguf(tmp_path / "other.gguf", FAMILIES["llama"][0], FIELDS)
     write = gguf._write
@@ -109,10 +113,14 @@ def test_a_file_that_is_split_is_read_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4"])
 def test_types_that_are_not_kept_are_read(kind: str, tmp_path: Path) -> None:
-    read, directory = load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS, kinds=(kind,)))
+    read, directory = load_config(
+        write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS, kinds=(kind,))
+    )
     assert directory is not None
     source = CheckpointSource(directory, build_meta_model(read))
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    ).state_dict()
     for name, value in source.read(list(source.shapes)):
         assert torch.equal(value, expected[name]), name
         if value.dim() == 2:
@@ -138,7 +146,9 @@ def test_a_new_head_next_to_the_weights_of_a_file(tmp_path: Path) -> None:
     read, directory = load_config(write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS))
     assert directory is not None
     (tmp_path / "classifier").mkdir()
-    write_with_new_head(directory, classifier_config(read, ["a", "b", "c"], None), tmp_path / "classifier", seed=0)
+    write_with_new_head(
+        directory, classifier_config(read, ["a", "b", "c"], None), tmp_path / "classifier", seed=0
+    )
     config, folder = load_config(tmp_path / "classifier")
     assert folder is not None
     source = CheckpointSource(folder, build_meta_model(config))
@@ -157,7 +167,9 @@ def test_what_cannot_be_read_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "two"
     folder.mkdir()
     file = write_gguf(folder / "a.gguf", FAMILIES["llama"][0], FIELDS, drop="ffn_up")
-    with pytest.raises(UserError, match=r"cannot read .*a\.gguf: it lacks model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        UserError, match=r"cannot read .*a\.gguf: it lacks model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
         load_config(file)
     (folder / "b.gguf").write_bytes(b"")
     with pytest.raises(UserError, match=r"has 2 GGUF files: give one of them"):
@@ -318,9 +330,13 @@ def test_descriptions_that_were_exchanged_are_made_again(tmp_path: Path) -> None
     assert [load_config(file)[0].rope_parameters["rope_theta"] for file in files] == [1e4, 2e4]
 
 
-def _tokenizer(folder: Path, fields: dict[str, str | bool], merges: int | None = None) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    folder: Path, fields: dict[str, str | bool], merges: int | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer that a result has, of a GGUF file with these metadata of its tokenizer."""
-    file = write_gguf(folder / "model.gguf", FAMILIES["llama"][0], FIELDS, tokenizer_fields=fields, merges=merges)
+    file = write_gguf(
+        folder / "model.gguf", FAMILIES["llama"][0], FIELDS, tokenizer_fields=fields, merges=merges
+    )
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(described(file))
     return tokenizer
 
@@ -332,7 +348,9 @@ def _tokenizer(folder: Path, fields: dict[str, str | bool], merges: int | None =
     ({"add_sep_token": True}, "it has tokenizer.ggml.add_sep_token, which is not read"),
     ({"remove_extra_whitespaces": True}, "it has tokenizer.ggml.remove_extra_whitespaces, which is not read"),
 ])  # fmt: skip
-def test_tokenizers_that_are_not_known_are_refused(fields: dict[str, str | bool], message: str, tmp_path: Path) -> None:
+def test_tokenizers_that_are_not_known_are_refused(
+    fields: dict[str, str | bool], message: str, tmp_path: Path
+) -> None:
     instead = "train on the checkpoint that the file was made of"
     with pytest.raises(UserError, match=f"{re.escape(message)}.*: {instead}"):
         _tokenizer(tmp_path, fields)

@@ -47,7 +47,9 @@ def test_a_base_model_that_has_no_head(tmp_path: Path) -> None:
     with pytest.raises(FinetuneError) as error:
         source_of(tmp_path).check()
     said = str(error.value)
-    assert "without its head: of what a LlamaForCausalLM has, it lacks lm_head.weight and nothing else" in said
+    assert (
+        "without its head: of what a LlamaForCausalLM has, it lacks lm_head.weight and nothing else" in said
+    )
     assert '"tie_word_embeddings": true' in said and "is config.json" not in said.lower()
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
@@ -59,7 +61,9 @@ def test_a_classifier(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     directory = tmp_path
     model = build_meta_model(family_config("llama", tie_word_embeddings=False))
-    with pytest.raises(FinetuneError, match=r"without its head.* It has score\.weight, for which a LlamaForCausalLM"):
+    with pytest.raises(
+        FinetuneError, match=r"without its head.* It has score\.weight, for which a LlamaForCausalLM"
+    ):
         CheckpointSource(directory, model).check()
 
 
@@ -68,7 +72,10 @@ def test_layers_that_have_more_than_the_configuration_says(part: str, tmp_path: 
     """With biases that config.json does not have, transformers makes another model, and warns."""
     directory, layer = saved(tmp_path, family_config("llama")), "model.layers.0.self_attn.q_proj"
     tensors = load_file(directory / SINGLE)
-    others = {"model.layers.9.mlp.up_proj.weight": torch.ones(2), "model.layers.0.rotary_emb.inv_freq": torch.ones(2)}
+    others = {
+        "model.layers.9.mlp.up_proj.weight": torch.ones(2),
+        "model.layers.0.rotary_emb.inv_freq": torch.ones(2),
+    }
     save_file(tensors | others, directory / SINGLE)
     source = source_of(directory)
     source.check()

@@ -34,11 +34,15 @@ def umask() -> Iterator[int]:
 def test_the_umask_decides_who_may_read(tmp_path: Path, umask: int) -> None:
     save_tensors(tmp_path / "weights", {"a": torch.arange(6.0).view(2, 3).T})
     (tmp_path / "other").touch()
-    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "other").stat().st_mode
+    )
     assert load_file(tmp_path / "weights")["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_what_the_system_rejects_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_rejects_is_reported_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -83,7 +87,9 @@ def test_files_of_one_dtype_are_those_of_safetensors(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_files_come_in_order_after_older_ones_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_come_in_order_after_older_ones_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "out"
     (make_staging_folder(directory) / ".tmp5fH2xa").touch()  # of one that was killed
     (directory / "config").write_text("old")

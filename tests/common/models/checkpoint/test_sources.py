@@ -43,7 +43,9 @@ def assert_gives(source: CheckpointSource, expected: AutoModelForCausalLM, by_ro
         assert rows_are_alike(source, name, value) or not by_rows, name
 
 
-@pytest.mark.parametrize(("tied", "shard", "dtype"), [(True, "50GB", torch.float32), (False, "20KB", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("tied", "shard", "dtype"), [(True, "50GB", torch.float32), (False, "20KB", torch.bfloat16)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gives_what_from_pretrained_gives(family, tied, shard, dtype, tmp_path):
     saved(tmp_path, family_config(family, tie_word_embeddings=tied), shard, dtype)
@@ -173,8 +175,12 @@ def test_missing_and_misshapen_parameters(tmp_path):
     rewrite(directory / SINGLE, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(FinetuneError, match=r"lacks 1 of .*model\.layers\.1\.mlp\.up_proj\.weight"):
         source_of(directory).check()
-    rewrite(directory / SINGLE, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 31)}))
-    with pytest.raises(FinetuneError, match=r"model\.safetensors in .*up_proj\.weight of shape \[48, 31\].*\[48, 32\]"):
+    rewrite(
+        directory / SINGLE, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 31)})
+    )
+    with pytest.raises(
+        FinetuneError, match=r"model\.safetensors in .*up_proj\.weight of shape \[48, 31\].*\[48, 32\]"
+    ):
         source_of(directory).check()
 
 
@@ -185,7 +191,9 @@ def test_missing_and_misshapen_parameters(tmp_path):
 def test_a_missing_or_misshapen_expert(change, tmp_path):
     directory = saved(tmp_path, family_config("mixtral"))
     rewrite(directory / SINGLE, change)
-    with pytest.raises(FinetuneError, match=r"model\.safetensors.*experts\.0\.w1.*model\.layers\.1\.mlp\.experts"):
+    with pytest.raises(
+        FinetuneError, match=r"model\.safetensors.*experts\.0\.w1.*model\.layers\.1\.mlp\.experts"
+    ):
         source_of(directory).check()
 
 
@@ -203,7 +211,9 @@ def test_a_shard_that_is_damaged_after_the_check(tmp_path):
     source = source_of(saved(tmp_path, family_config("llama")))
     source.check()
     (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:2000])
-    with pytest.raises(FinetuneError, match=r"model\.safetensors is truncated: it ends within model\.norm\.weight"):
+    with pytest.raises(
+        FinetuneError, match=r"model\.safetensors is truncated: it ends within model\.norm\.weight"
+    ):
         list(source.read(["model.norm.weight"]))
 
 
@@ -236,7 +246,9 @@ def test_random_weights_are_distributed_as_the_family_has_it(family, tied):
             zeros = (expected == 0).all(-1)  # a padding token's row
             assert torch.equal((value == 0).all(-1), zeros)
     randoms = [v for v in given.values() if v.numel() > 500]
-    assert not any(torch.equal(a, b) for i, a in enumerate(randoms) for b in randoms[:i] if a.shape == b.shape)
+    assert not any(
+        torch.equal(a, b) for i, a in enumerate(randoms) for b in randoms[:i] if a.shape == b.shape
+    )
 
 
 def test_random_weights_depend_on_seed_and_name_only():
@@ -248,7 +260,9 @@ def test_random_weights_depend_on_seed_and_name_only():
     other = dict(RandomSource(model, seed=2).read(names))
     assert all(torch.equal(first[name], again[name]) for name in names)
     assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
-    assert torch.equal(dict(RandomSource(model, 1).read(["lm_head.weight"]))["lm_head.weight"], first[names[0]])
+    assert torch.equal(
+        dict(RandomSource(model, 1).read(["lm_head.weight"]))["lm_head.weight"], first[names[0]]
+    )
 
 
 def test_random_rows_do_not_depend_on_the_range_that_is_read(monkeypatch):

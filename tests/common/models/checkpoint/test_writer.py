@@ -20,7 +20,14 @@ from common.models.checkpoint.writer import (
 from common.models.meta_model import build_meta_model
 from common.models.presets import load_config
 from common.models.structure import find_blocks, parameter_names
-from tests.helpers.models.families import FAMILIES, family_config, peak_bytes, real_model, reset_peak_bytes, saved
+from tests.helpers.models.families import (
+    FAMILIES,
+    family_config,
+    peak_bytes,
+    real_model,
+    reset_peak_bytes,
+    saved,
+)
 
 
 def outer_names(model, prefix: str) -> list[str]:
@@ -28,7 +35,9 @@ def outer_names(model, prefix: str) -> list[str]:
     return [names[0] for names in parameter_names(model) if not names[0].startswith(f"{prefix}.")]
 
 
-def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40, allow_nonfinite=False) -> CheckpointWriter:
+def export(
+    directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40, allow_nonfinite=False
+) -> CheckpointWriter:
     """Block by block, through one buffer that is used again and again, as the engine does."""
     config = real.config
     meta = build_meta_model(config)
@@ -52,10 +61,14 @@ def export(directory: Path, real, dtype=torch.float32, shard_bytes=1 << 40, allo
 def test_what_is_exported_loads_bit_for_bit(family, tied, shard_bytes, dtype, tmp_path):
     real = real_model(family_config(family, tie_word_embeddings=tied))
     export(tmp_path / "out", real, dtype, shard_bytes).finish()
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert type(loaded) is type(real) and loaded.dtype == dtype
-    for (name, value), (real_name, expected) in zip(loaded.named_parameters(), real.named_parameters(), strict=True):
+    for (name, value), (real_name, expected) in zip(
+        loaded.named_parameters(), real.named_parameters(), strict=True
+    ):
         assert name == real_name and torch.equal(value, expected.to(dtype)), name
 
     # The same files as save_pretrained: names, layouts, configurations.
@@ -63,19 +76,25 @@ def test_what_is_exported_loads_bit_for_bit(family, tied, shard_bytes, dtype, tm
     ours, theirs = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "expected")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for file in ("config.json", "generation_config.json"):
-        ours_is, theirs_is = (json.loads((tmp_path / folder / file).read_text()) for folder in ("out", "expected"))
+        ours_is, theirs_is = (
+            json.loads((tmp_path / folder / file).read_text()) for folder in ("out", "expected")
+        )
         assert ours_is == theirs_is
     shards = [file for file in (tmp_path / "out").iterdir() if file.suffix == ".safetensors"]
     assert (len(shards) == 1) == (shard_bytes > 1 << 30) == (not (tmp_path / "out" / INDEX).exists())
     if len(shards) > 1:
         largest = max(value.nbytes for value in ours.values())
         assert all(file.stat().st_size < max(shard_bytes, largest) + 4096 for file in shards)
-        metadata = [json.loads((tmp_path / name / INDEX).read_text())["metadata"] for name in ("out", "expected")]
+        metadata = [
+            json.loads((tmp_path / name / INDEX).read_text())["metadata"] for name in ("out", "expected")
+        ]
         assert metadata[0] == metadata[1]
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()
+    }
 
 
 def test_memory_is_that_of_a_shard_and_a_block(tmp_path):
@@ -115,14 +134,20 @@ def test_a_new_export_replaces_an_older_one(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), new.parameters(), strict=True))
         shards = {file.name for file in tmp_path.glob("*.safetensors")}
         index = tmp_path / INDEX
-        assert shards == (set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE})
+        assert shards == (
+            set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE}
+        )
 
 
 def test_leftovers_of_a_killed_export_do_not_matter(tmp_path):
     export(tmp_path, real_model(family_config("llama"), 0), shard_bytes=20_000)  # never finished
     new = real_model(family_config("llama"), 1)
     export(tmp_path, new).finish()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "generation_config.json", SINGLE]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        SINGLE,
+    ]
 
 
 def test_missing_and_wrong_parameters_are_rejected(tmp_path):
@@ -154,7 +179,13 @@ def test_an_odd_generation_config_survives(tmp_path):
 def test_tokenizer_files(tmp_path):
     source, target = tmp_path / "in", tmp_path / "out"
     (source / "additional_chat_templates").mkdir(parents=True)
-    wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "merges.txt"]
+    wanted = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+    ]
     for name in [*wanted, "additional_chat_templates/tool.jinja", "model.safetensors", "README.md"]:
         (source / name).write_text(name)
     target.mkdir()
@@ -174,10 +205,14 @@ def test_nonfinite_values_are_rejected_and_what_was_there_stays(name, bad, tmp_p
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with torch.no_grad():
         real.get_parameter(name)[-1, 3] = bad
-    with pytest.raises(NonFiniteWeights, match=rf"{name} holds a NaN or an infinity.*allow_nonfinite=True") as caught:
+    with pytest.raises(
+        NonFiniteWeights, match=rf"{name} holds a NaN or an infinity.*allow_nonfinite=True"
+    ) as caught:
         export(tmp_path, real, shard_bytes=20_000).finish()
     assert caught.value.name == name
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "or something is left behind"
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, (
+        "or something is left behind"
+    )
     export(tmp_path, real, allow_nonfinite=True).finish()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).get_parameter(name)
     assert torch.equal(exported, real.get_parameter(name)) or exported.isnan().sum() == 1
@@ -241,7 +276,9 @@ class TestWithSource:
         writer.finish()
         after = load_file(tmp_path / "new" / "model.safetensors")
         assert after.keys() == before.keys()
-        assert {name for name in after if bool((after[name] == 1).all())} == {name for name in before if "w2" in name}
+        assert {name for name in after if bool((after[name] == 1).all())} == {
+            name for name in before if "w2" in name
+        }
         assert sum(torch.equal(after[name], before[name]) for name in before) == len(before) - 4
 
 
@@ -272,7 +309,11 @@ def test_rotary_embeddings_keep_their_names_of_transformers_4(tmp_path):
     writer.finish()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: written[name] for name in older} == older
-    assert load_config(tmp_path / "out")[0].rope_parameters == config.rope_parameters == {"rope_theta": 5e5, **scaling}
+    assert (
+        load_config(tmp_path / "out")[0].rope_parameters
+        == config.rope_parameters
+        == {"rope_theta": 5e5, **scaling}
+    )
 
 
 @pytest.mark.parametrize("template", ["new", {"default": "new", "tool_use": "with tools"}])
@@ -283,7 +324,9 @@ def test_a_template_replaces_that_in_the_tokenizer_s_configuration(template, tmp
     write_template(tmp_path, template)
     fields = json.loads(file.read_text())
     named = (
-        [{"name": name, "template": text} for name, text in template.items()] if isinstance(template, dict) else "new"
+        [{"name": name, "template": text} for name, text in template.items()]
+        if isinstance(template, dict)
+        else "new"
     )
     assert fields == {"eos_token": "é", "chat_template": named}
     assert (tmp_path / CHAT_TEMPLATE).read_text() == "new"

@@ -67,7 +67,10 @@ class LinkedModel(PreTrainedModel):
     def __init__(self, config: LinkedConfig):
         super().__init__(config)
         size = config.hidden_size
-        self.embedding, self.inputs = nn.Embedding(config.vocab_size, size), nn.Embedding(config.vocab_size, 4 * size)
+        self.embedding, self.inputs = (
+            nn.Embedding(config.vocab_size, size),
+            nn.Embedding(config.vocab_size, 4 * size),
+        )
         self.scale = nn.Parameter(torch.ones(size))  # of no module that is called
         kind = HandingBlock if config.link == "handed" else LinkedBlock
         self.layers = nn.ModuleList([kind(size, index) for index in range(config.num_hidden_layers)])
@@ -207,7 +210,9 @@ def check(whole: PreTrainedModel, stack: StreamedModel, vocabulary: int) -> None
     """Twice: the second backward pass takes the short cuts that the first one has found."""
     streamed = Pass(whole, stack)
     for seed in (1, 2):
-        batch = {"input_ids": torch.randint(1, vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed))}
+        batch = {
+            "input_ids": torch.randint(1, vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed))
+        }
         whole.zero_grad()
         loss = loss_of(whole(**batch, use_cache=False).logits, batch["input_ids"])
         loss.backward()
@@ -235,7 +240,10 @@ def test_links_are_found_and_counted() -> None:
     assert not counted["none"][0] and counted["none"][1] == 0
     assert len(counted["carried"][0].carried) == 4 and counted["carried"][1] == 4 * value
     assert counted["shared"][0].shared and counted["shared"][1] == 4 * value  # twice two
-    assert counted["handed"][0].consumed == {(index, 1) for index in range(3)} and counted["handed"][1] == 3 * value
+    assert (
+        counted["handed"][0].consumed == {(index, 1) for index in range(3)}
+        and counted["handed"][1] == 3 * value
+    )
     assert not counted["edited"][0]  # edits are found when they are made
 
 
@@ -263,7 +271,9 @@ def test_families(family: str) -> None:
 def test_hidden_states_that_stay_in_fp32_are_not_rounded_in_silence(family: str) -> None:
     """The first block's input of one, what the blocks of the other return."""
     config = miniature(CONFIG_MAPPING[family]())
-    with pytest.raises(UserError, match=r"hidden states in float32 .* weights are bfloat16: train it with dtype fp32"):
+    with pytest.raises(
+        UserError, match=r"hidden states in float32 .* weights are bfloat16: train it with dtype fp32"
+    ):
         StreamedModel(build_meta_model(config, dtype=torch.bfloat16), CPU)
 
 

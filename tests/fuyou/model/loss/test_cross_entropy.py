@@ -15,10 +15,17 @@ def test_labels_move_left_by_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rows", "length", "vocabulary"), [(1, 1, 2), (2, 37, 300), (3, 130, 1), (1, 5, 70_001)])
+@pytest.mark.parametrize(
+    ("rows", "length", "vocabulary"), [(1, 1, 2), (2, 37, 300), (3, 130, 1), (1, 5, 70_001)]
+)
 @pytest.mark.parametrize("per_pass", [1, 999, 1 << 20])
 def test_loss_and_gradient_are_those_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, length: int, vocabulary: int, per_pass: int
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    rows: int,
+    length: int,
+    vocabulary: int,
+    per_pass: int,
 ) -> None:
     monkeypatch.setattr(fuyou.model.loss.cross_entropy, "_CPU_LOGITS", per_pass)
     generator = torch.Generator().manual_seed(rows * length)
@@ -50,7 +57,9 @@ def test_the_loss_is_that_of_transformers(dtype: torch.dtype) -> None:
     with torch.no_grad():
         result = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False)
         targets = shifted_labels(labels)
-        assert torch.equal(cross_entropy(result.logits, targets, (targets != -100).sum(), False)[0], result.loss)
+        assert torch.equal(
+            cross_entropy(result.logits, targets, (targets != -100).sum(), False)[0], result.loss
+        )
 
 
 def test_a_batch_without_targets_has_no_finite_loss() -> None:
@@ -59,7 +68,9 @@ def test_a_batch_without_targets_has_no_finite_loss() -> None:
 
 
 def test_a_pass_is_small_for_every_vocabulary() -> None:
-    assert pass_bytes(4096, 50_257, "cpu") == 20 * 50_257 * 20  # 20 tokens make just less than a million logits
+    assert (
+        pass_bytes(4096, 50_257, "cpu") == 20 * 50_257 * 20
+    )  # 20 tokens make just less than a million logits
     assert pass_bytes(4096, 3 << 20, "cpu") == (3 << 20) * 20
     assert pass_bytes(7, 100, "cuda") == 700 * 20
     # Of 4,096 tokens, an eighth at once; of few, as many as make a kernel worth its launch

@@ -63,7 +63,9 @@ def engine(model: Path | PreTrainedConfig, ssd: list[Path], **options: Any) -> f
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
 @pytest.mark.slow
-def test_equals_the_model_in_memory(family: str, micro_batches: int, checkpoints: Path, tmp_path: Path) -> None:
+def test_equals_the_model_in_memory(
+    family: str, micro_batches: int, checkpoints: Path, tmp_path: Path
+) -> None:
     """Which never splits its batch: to the bit where the engine does not either, else but for rounding."""
     twin = Twin(str(checkpoints / family), bf16=False, max_grad_norm=None, **OPTIONS)
     without = Twin(str(checkpoints / family), bf16=False, max_grad_norm=None, **OPTIONS)
@@ -75,10 +77,16 @@ def test_equals_the_model_in_memory(family: str, micro_batches: int, checkpoints
             out.loss.backward()
             report = trained.step()
             expected, plain = twin.step(batch, ROWS), without.step(batch, ROWS)
-            assert out.loss.item() == expected if whole else math.isclose(out.loss.item(), expected, rel_tol=1e-6)
+            assert (
+                out.loss.item() == expected
+                if whole
+                else math.isclose(out.loss.item(), expected, rel_tol=1e-6)
+            )
             assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12 if whole else 1e-6)
             assert not math.isclose(report.grad_norm, without.grad_norm, rel_tol=1e-2)
-            assert report.aux_loss == out.aux_loss and expected - plain == pytest.approx(0.5 * out.aux_loss, rel=1e-2)
+            assert report.aux_loss == out.aux_loss and expected - plain == pytest.approx(
+                0.5 * out.aux_loss, rel=1e-2
+            )
         if whole:
             compare(trained, twin)
         for name, value in trained.named_parameters():
@@ -94,7 +102,9 @@ def test_bf16_and_activations_that_are_kept(family: str, checkpoints: Path, tmp_
     """Recomputation takes its short cuts around what the router loss needs."""
     twin = Twin(str(checkpoints / family), bf16=True, max_grad_norm=None, **OPTIONS)
     drives = directories(tmp_path, 1)
-    with engine(checkpoints / family, drives, dtype="bf16", micro_batch=ROWS, saved_activations="1MiB") as trained:
+    with engine(
+        checkpoints / family, drives, dtype="bf16", micro_batch=ROWS, saved_activations="1MiB"
+    ) as trained:
         for batch in feed(4):
             out = trained(**batch)
             out.loss.backward()

@@ -59,7 +59,9 @@ def test_both_passes_take_the_kernel_that_was_chosen_at_first(
     with sdpa_kernel([at_first]):
         engine = small_engine(tmp_path, **options)
     with engine, recorded(monkeypatch) as found:
-        engine.eval_loss(**BATCH)  # what a family is checked for once, on a small model, is not of interest here
+        engine.eval_loss(
+            **BATCH
+        )  # what a family is checked for once, on a small model, is not of interest here
         found.clear()
         for around in (other, at_first):
             with sdpa_kernel([around]):
@@ -78,7 +80,9 @@ def test_both_passes_take_the_kernel_that_was_chosen_at_first(
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_a_plan_has_the_kernel_that_the_device_takes(backend: SDPBackend) -> None:
     with sdpa_kernel([backend]):
-        stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu"))
+        stack = StreamedModel(
+            build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu")
+        )
     names = {one.name for one in trace_block(stack, 16, "cpu", torch.bfloat16).operators}
     assert "aten.empty.memory_format" not in names  # nothing of the question
     assert (FLASH in names) is (backend is SDPBackend.FLASH_ATTENTION)
@@ -86,7 +90,9 @@ def test_a_plan_has_the_kernel_that_the_device_takes(backend: SDPBackend) -> Non
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 def test_a_plan_with_the_kernel_that_a_gpu_was_seen_to_take(kernel: str) -> None:
-    stack = StreamedModel(build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu"))
+    stack = StreamedModel(
+        build_meta_model(tiny_configs()["llama"], dtype=torch.bfloat16), torch.device("cpu")
+    )
     name = f"aten._scaled_dot_product_{kernel}_attention.default"
     trace = trace_block(stack, 16, name, torch.bfloat16)
     index = trace.find(name, 0)

@@ -83,7 +83,11 @@ def test_a_block_of_llama_and_one_of_gpt2(flops_alone: None) -> None:
     llama = StreamedModel(
         build_meta_model(
             LlamaConfig(
-                hidden_size=h, intermediate_size=3 * h, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
+                hidden_size=h,
+                intermediate_size=3 * h,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                vocab_size=100,
             ),
             dtype=BF16,
         ),
@@ -98,9 +102,16 @@ def test_a_block_of_llama_and_one_of_gpt2(flops_alone: None) -> None:
     # Attention needs q, k, v and gives a result and a float32 per head and token, which is what its backward saves.
     kernel = saved["aten._scaled_dot_product_flash_attention.default", 0]
     assert kernel.saved_flops == attention
-    assert 2 * n * (2 * h + 4 * 4) <= kernel.nbytes <= 2 * n * (2 * h + 4 * 4) + 2048  # and two random numbers unused
+    assert (
+        2 * n * (2 * h + 4 * 4) <= kernel.nbytes <= 2 * n * (2 * h + 4 * 4) + 2048
+    )  # and two random numbers unused
     # The product is first added to, or turned by its position: what is saved there is kept.
-    for name in ("aten.add.Tensor", 1), ("aten.add.Tensor", 2), ("aten.mm.default", 2), ("aten.add.Tensor", 3):
+    for name in (
+        ("aten.add.Tensor", 1),
+        ("aten.add.Tensor", 2),
+        ("aten.mm.default", 2),
+        ("aten.add.Tensor", 3),
+    ):
         assert saved[name].saved_flops == product and saved[name].nbytes == 2 * n * h * 2
     for name in ("aten.mm.default", 4), ("aten.mm.default", 5):
         assert saved[name].saved_flops == 3 * product and saved[name].nbytes == 2 * n * 3 * h * 2
@@ -109,7 +120,9 @@ def test_a_block_of_llama_and_one_of_gpt2(flops_alone: None) -> None:
     assert benefits == sorted(benefits, reverse=True)
 
     gpt2 = StreamedModel(
-        build_meta_model(GPT2Config(n_embd=h, n_head=4, n_layer=2, vocab_size=100, n_positions=n), dtype=BF16),
+        build_meta_model(
+            GPT2Config(n_embd=h, n_head=4, n_layer=2, vocab_size=100, n_positions=n), dtype=BF16
+        ),
         torch.device("cpu"),
     )
     gpt2.model.eval()  # without dropout
@@ -319,7 +332,12 @@ def test_a_recomputation_follows_only_the_modules_with_short_cuts(
     monkeypatch.setattr(replay, "makes_views", note)
     block = Network(looks_up)
     recomputations = BlockReplay([0], [kept] if kept else [], 1 << 10)
-    calls, buffer, counts, saved = BlockCalls(arguments=[((), {})]), torch.zeros(1 << 10, dtype=torch.uint8), [], []
+    calls, buffer, counts, saved = (
+        BlockCalls(arguments=[((), {})]),
+        torch.zeros(1 << 10, dtype=torch.uint8),
+        [],
+        [],
+    )
     for visit in range(5):
         block.turn = visit == 4
         x = torch.randn(8, 8)
@@ -391,7 +409,11 @@ def test_training_equals_the_plain_loop(
     assert reports[0].recomputation_saved == 0.0  # the first one is watched
     layers = 2 if isinstance(kept, ActivationPolicy) else 3
     for report in reports[1:]:
-        assert report.saved_activation_bytes % (layers * math.ceil(4 / micro)) == 0 < report.saved_activation_bytes
+        assert (
+            report.saved_activation_bytes % (layers * math.ceil(4 / micro))
+            == 0
+            < report.saved_activation_bytes
+        )
         if kept == "1MiB":
             assert report.recomputation_saved == pytest.approx(1.0)
         else:
@@ -412,7 +434,9 @@ def test_dropout_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     return run(), 0.0
 
                 patch.setattr(BlockReplay, "backward", full)
-            with engine(config, directories(tmp_path / name, 1), micro_batch=2, saved_activations="1MiB") as trained:  # type: ignore[arg-type]
+            with engine(
+                config, directories(tmp_path / name, 1), micro_batch=2, saved_activations="1MiB"
+            ) as trained:  # type: ignore[arg-type]
                 losses = []
                 for batch in batches(3, packed=False):
                     out = trained(**batch)

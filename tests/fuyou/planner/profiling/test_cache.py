@@ -43,7 +43,9 @@ def kept() -> list[Path]:
 def test_the_second_time_it_is_read(workload: ProfiledWorkload) -> None:
     first = load(workload, CPU)
     assert first is not None and first == replace(PROFILE, measured_at=first.measured_at)
-    deeper = replace(workload, config=type(workload.config)(**{**workload.config.to_dict(), "num_hidden_layers": 9}))
+    deeper = replace(
+        workload, config=type(workload.config)(**{**workload.config.to_dict(), "num_hidden_layers": 9})
+    )
     assert load(deeper, CPU) == first, "a block does not change with the number of blocks"
     save(profile(), deeper, CPU)
     assert len(kept()) == 1
@@ -62,7 +64,9 @@ def test_other_work_has_another(workload: ProfiledWorkload, change: dict[str, An
     assert len(kept()) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format": 1}', '{"format": 99, "key": {}, "profile": {}}', "\0"]
+)
 def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) -> None:
     (file,) = kept()
     file.write_text(content)
@@ -73,7 +77,9 @@ def test_a_damaged_file_is_replaced(workload: ProfiledWorkload, content: str) ->
 
 @pytest.mark.parametrize("value", [0, -1, 1e-300, math.nan, "x", None, True, [1]], ids=str)
 @pytest.mark.parametrize("name", ["read_bytes_per_second", "block_forward_seconds", "tokens"])
-def test_figures_that_nobody_measured_are_measured_again(value: Any, name: str, workload: ProfiledWorkload) -> None:
+def test_figures_that_nobody_measured_are_measured_again(
+    value: Any, name: str, workload: ProfiledWorkload
+) -> None:
     (file,) = kept()
     content = json.loads(file.read_text())
     content["profile"][name] = value

@@ -20,7 +20,9 @@ from fuyou.planner.profiling import save
 from fuyou.planner.profiling.measure import measure
 from fuyou.runtime.device import memory_limits
 
-SPEC = "emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=80MB/s,ssd_write=40MB/s,ssd_cache=64MB,ssd_full=10MB/s"
+SPEC = (
+    "emulated:tflops=1,memory=1GiB,link=1GB/s,ssd_read=80MB/s,ssd_write=40MB/s,ssd_cache=64MB,ssd_full=10MB/s"
+)
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, vocab_size=512,
     max_position_embeddings=64,
@@ -65,7 +67,9 @@ def run(directory: Path, most: int) -> tuple[float, list[str]]:
         engine.flush()
         assert engine.io_bytes() == engine.planned_io_bytes()
     seconds = [after - before for before, after in pairwise(ended[-6:])]
-    return statistics.median(seconds), [str(each.message) for each in caught if "drives write" in str(each.message)]
+    return statistics.median(seconds), [
+        str(each.message) for each in caught if "drives write" in str(each.message)
+    ]
 
 
 @pytest.mark.slow

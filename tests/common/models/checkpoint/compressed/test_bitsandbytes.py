@@ -20,7 +20,9 @@ SETTINGS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
 def packed(case: str, module: str = "layer") -> dict[str, torch.Tensor]:
-    return {name.replace(case, module, 1): value for name, value in GOLDENS.items() if name.startswith(f"{case}.")}
+    return {
+        name.replace(case, module, 1): value for name, value in GOLDENS.items() if name.startswith(f"{case}.")
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -33,7 +35,10 @@ def test_equals_bitsandbytes(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert found.dtype == numbers.dtype and torch.equal(found, numbers)
     assert torch.equal(files.read_rows("layer.weight", 3, 7), numbers[3:7])
     parameter = CompressedParameter(files.compressed["layer.weight"].tensor, (numbers.shape[1], 1), (0,))
-    payload, flat = torch.zeros(parameter.nbytes, dtype=torch.uint8), torch.empty(numbers.numel(), dtype=numbers.dtype)
+    payload, flat = (
+        torch.zeros(parameter.nbytes, dtype=torch.uint8),
+        torch.empty(numbers.numel(), dtype=numbers.dtype),
+    )
     parameter.encode([files.components("layer.weight")], payload)  # as in a store
     parameter.decode(payload, flat)
     assert torch.equal(flat.view(numbers.shape), numbers)
@@ -76,7 +81,9 @@ def test_int8_that_cannot_be_read(
     (b'{"shape": [9, 128]}', FinetuneError, "Download it again"),
     (b"{", FinetuneError, "Download it again"),
 ])  # fmt: skip
-def test_four_bits_that_cannot_be_read(state: bytes, error: type[Exception], words: str, tmp_path: Path) -> None:
+def test_four_bits_that_cannot_be_read(
+    state: bytes, error: type[Exception], words: str, tmp_path: Path
+) -> None:
     name = "layer.weight.quant_state.bitsandbytes__nf4"
     content = packed("nf4-fp32") | {name: torch.tensor(list(state), dtype=torch.uint8)}
     with pytest.raises(error, match=words):

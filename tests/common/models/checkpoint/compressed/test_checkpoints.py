@@ -58,7 +58,9 @@ def test_equals_a_plain_checkpoint_with_the_same_numbers(family: str, method: st
         assert rows_are_alike(source, name, found[name]) or parameter.dim() == 2, name
     kept = [name for name in found if source.compressed(name) is not None]
     stays = [
-        name for name in kept if "embed" in name or "lm_head" in name or "norm" in name or ".0.self_attn.o" in name
+        name
+        for name in kept
+        if "embed" in name or "lm_head" in name or "norm" in name or ".0.self_attn.o" in name
     ]
     assert kept and not stays
     if family != "llama":
@@ -92,10 +94,14 @@ def test_bytes_are_read_in_ranges_of_rows(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "method"), [("llama", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "mxfp4")]
+)
 def test_equals_transformers(family: str, method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     # transformers 5.23 cannot read blocks that are smaller at the edges, which DeepSeek-V3's own checkpoint has.
-    directory, _ = compressed(tmp_path, family, method, **{"qk_rope_head_dim": 16} if family == "deepseek_v3" else {})
+    directory, _ = compressed(
+        tmp_path, family, method, **{"qk_rope_head_dim": 16} if family == "deepseek_v3" else {}
+    )
     how = FineGrainedFP8Config(dequantize=True) if method == "fp8" else Mxfp4Config(dequantize=True)
     expected = in_memory(directory, dtype, quantization_config=how)
     source = source_of(directory)
@@ -167,7 +173,9 @@ def test_the_export_is_plain(tmp_path: Path) -> None:
 def test_codes_without_scales(tmp_path: Path) -> None:
     directory, _ = compressed(tmp_path, "llama", "fp8")
     rewrite(directory, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale_inv"))
-    with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight as torch\.float8_e4m3fn.* no scales"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.mlp\.up_proj\.weight as torch\.float8_e4m3fn.* no scales"
+    ):
         source_of(directory).check()
 
 

@@ -22,7 +22,9 @@ def goldens() -> dict[str, dict]:
         keys = list(file.keys())
         for name, case in settings.items():
             case["packed"] = {
-                key.removeprefix(f"{name}."): file.get_tensor(key) for key in keys if key.startswith(f"{name}.")
+                key.removeprefix(f"{name}."): file.get_tensor(key)
+                for key in keys
+                if key.startswith(f"{name}.")
             }
             case["numbers"] = file.get_tensor(f"{name} numbers")
         return settings
@@ -73,7 +75,9 @@ def test_fp4_within_fp8_equals_transformers(tmp_path: Path) -> None:
     codes = torch.randint(-128, 127, (16, 32), generator=random, dtype=torch.int8)
     scale = torch.randint(110, 130, (16, 2), generator=random, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     files = shards(tmp_path, {"up.weight": codes, "up.scale": scale}, fp8_settings())
-    assert torch.equal(files.read("up.weight"), Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32))
+    assert torch.equal(
+        files.read("up.weight"), Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
+    )
 
 
 def test_fp8_blocks_at_the_edges(tmp_path: Path) -> None:
@@ -90,7 +94,9 @@ def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
     scales = torch.randint(100, 140, (3, 10, 2), generator=random, dtype=torch.uint8)
     files = shards(tmp_path, {"mlp.up_blocks": blocks, "mlp.up_scales": scales}, {"quant_method": "mxfp4"})
     for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal(files.read("mlp.up").to(dtype), convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+        assert torch.equal(
+            files.read("mlp.up").to(dtype), convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        )
 
 
 def test_several_groups_of_layers(tmp_path: Path) -> None:

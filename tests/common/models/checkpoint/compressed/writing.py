@@ -108,13 +108,18 @@ def nf4(weight: torch.Tensor, block: int = 32) -> Written:
     """bitsandbytes', with nested scales."""
     blocks = weight.float().view(-1, block)
     largest = blocks.abs().amax(-1)
-    codes = (blocks / largest.unsqueeze(-1)).unsqueeze(-1).sub(NF4).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+    codes = (
+        (blocks / largest.unsqueeze(-1)).unsqueeze(-1).sub(NF4).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+    )
     mean, values = largest.mean(), torch.linspace(-1, 1, 256)
     groups = (largest - mean).split(256)
     factors = torch.stack([group.abs().max() for group in groups])
     nested = torch.cat([(group / factor).unsqueeze(-1).sub(values).abs().argmin(-1)
                         for group, factor in zip(groups, factors, strict=True)])  # fmt: skip
-    scales = torch.cat([values[part] * factor for part, factor in zip(nested.split(256), factors, strict=True)]) + mean
+    scales = (
+        torch.cat([values[part] * factor for part, factor in zip(nested.split(256), factors, strict=True)])
+        + mean
+    )
     numbers = (NF4[codes.int()].view(-1, block) * scales.unsqueeze(-1)).view(weight.shape).bfloat16()
     state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(weight.shape),
              "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": mean.item()}  # fmt: skip
@@ -164,7 +169,9 @@ METHODS: dict[str, tuple[dict, Callable[[torch.Tensor], Written]]] = {
 
 def shards(directory: Path, tensors: dict[str, torch.Tensor], settings: dict | None) -> CompressedShards:
     save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({} if settings is None else {"quantization_config": settings}))
+    (directory / "config.json").write_text(
+        json.dumps({} if settings is None else {"quantization_config": settings})
+    )
     return CompressedShards(directory)
 
 
@@ -173,7 +180,11 @@ def is_written_so(method: str, name: str, value: torch.Tensor) -> bool:
     which stay as they are (``modules_to_not_convert``)."""
     if method == "mxfp4":
         return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    outside = "embed" in name or "lm_head" in name or name.endswith(("gate.weight", "layers.0.self_attn.o_proj.weight"))
+    outside = (
+        "embed" in name
+        or "lm_head" in name
+        or name.endswith(("gate.weight", "layers.0.self_attn.o_proj.weight"))
+    )
     return value.dim() == 2 and name.endswith(".weight") and not outside
 
 
@@ -191,11 +202,16 @@ def compress(plain: Path, directory: Path, method: str) -> Path:
             written, numbers[name] = write(value)
             del packed[name]
             packed |= {name.removesuffix(".weight") + suffix: one for suffix, one in written.items()}
-    for folder, tensors, more in ((directory, packed, {"quantization_config": settings}), (twin, numbers, {})):
+    for folder, tensors, more in (
+        (directory, packed, {"quantization_config": settings}),
+        (twin, numbers, {}),
+    ):
         folder.mkdir()
         config = json.loads((plain / "config.json").read_text()) | more
         (folder / "config.json").write_text(json.dumps(config))
         save_file(
-            {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+            {name: one.contiguous() for name, one in tensors.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
         )
     return twin
