@@ -120,8 +120,9 @@ def test_every_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             train(engine, feed[3:])
         assert engine.committed_step == 3
         engine.close()
-        with pytest.raises(FinetuneError, match=f"{page.checked.what} is damaged: .*begin again with"):
-            opened(tmp_path, family, **resume)
+        damaged = pytest.raises(FinetuneError, match=f"{page.checked.what} is damaged: .*begin again with")
+        with opened(tmp_path, family, **resume) as engine, damaged:  # damaged where it lies: read again
+            train(engine, feed[3:])
         flip(page.file, page.start)
         engine = opened(tmp_path, family, **resume)
         counts["in a step: noticed"] += 1

@@ -124,15 +124,15 @@ def test_files_that_change_during_the_run_are_not_written(
     finetune: Finetune, own_checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, before = tmp_path / "out", (own_checkpoint / "tokenizer_config.json").read_bytes()
-    finish = EngineTrainer.finish
+    commit = EngineTrainer.commit
 
     def change(trainer: EngineTrainer) -> None:
-        finish(trainer)
+        commit(trainer)
         _change_tokenizer(own_checkpoint)
 
     line = ("--model", own_checkpoint, "--data", data, *SMALL, "--steps", 1, "--output", output)
     with monkeypatch.context() as patch:
-        patch.setattr(EngineTrainer, "finish", change)
+        patch.setattr(EngineTrainer, "commit", change)
         check(finetune(*line), 2, "tokenizer_config.json has changed since this run began")
     assert not (output / "config.json").exists()
     (own_checkpoint / "tokenizer_config.json").write_bytes(before)
