@@ -26,7 +26,7 @@ from typing import BinaryIO
 import torch
 
 from common.files import cache_directory, check_regular
-from common.scratch import scratch_folder
+from common.scratch import remove_abandoned, scratch_folder
 from fuyou.layout.record_parts import ADAMW, ADAMW_8BIT, BLOCK_ELEMENTS
 from fuyou.optimizer.adam import AdamConfig
 from fuyou.optimizer.moments import MOMENT_CODES, OptimizerStates
@@ -56,6 +56,7 @@ def compiled_library() -> ctypes.CDLL | str:
         for path in [] if folder is None else folder.glob(f"{name}-*.so"):
             library = _load(path, path.stem.removeprefix(f"{name}-"))
             if library is not None:
+                remove_abandoned(path.parent)  # of a process that was killed when it had compiled
                 return library
             path.unlink(missing_ok=True)
         with scratch_folder(folder or Path(tempfile.gettempdir())) as scratch:
