@@ -57,16 +57,8 @@ CHATS = (
 )
 QUESTIONS = ("Who are you?", "What is the capital of France?")  # What is learned, and what is kept
 ADAPTERS = ("--lora-rank", "16", "--lr", "1e-3", "--steps", "12", "--batch-size", "4")  # For the real model
-ALL_WEIGHTS = (
-    "--lr",
-    "3e-3",
-    "--steps",
-    "60",
-    "--batch-size",
-    "8",
-    "--schedule",
-    "constant",
-)  # For the small one
+# For the small one
+ALL_WEIGHTS = ("--lr", "3e-3", "--steps", "60", "--batch-size", "8", "--schedule", "constant")
 LARGER = ("--plan", "--model", "llama-7b", "--lora-rank", "16")  # What is planned for this machine
 
 

@@ -309,13 +309,11 @@ class _Launcher:
                 last_seen = now
             if now > self._deadline:
                 self._exit(f"stopped at once, after {process.STOP_SECONDS:.0f} s.")
-            if (
-                self._signal is not None and now - last_seen > _STOP_WAIT_S
-            ):  # the agent waits for nodes that are lost
+            if self._signal is not None and now - last_seen > _STOP_WAIT_S:
+                # The agent waits for nodes that are lost
                 self._exit("stopped at once.")
-            if (
-                now - last_seen > 2 * self._settings.node_timeout + 60
-            ):  # PyTorch's store may wait for 15 minutes
+            if now - last_seen > 2 * self._settings.node_timeout + 60:
+                # PyTorch's store may wait for 15 minutes
                 self._exit(f"finetune: error: {self._lost_contact()}")
 
     def _outcomes(self) -> list[tuple[int, str]]:
@@ -361,8 +359,7 @@ def _running_ranks() -> list[psutil.Process]:
     ranks = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if (
-                child.status() != psutil.STATUS_ZOMBIE
-            ):  # which an agent that waits for the network does not reap
+            if child.status() != psutil.STATUS_ZOMBIE:
+                # Which an agent that waits for the network does not reap
                 ranks.append(child)
     return ranks

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         FinetuneError.names_flags = named_flags
         if argv is None:
-            gc.freeze()  # the interpreter's last search for garbage takes a second, and the process ends anyway
+            # The interpreter's last search for garbage takes a second, and the process ends anyway
+            gc.freeze()
     if rank is not None:
         rank.end(outcome)
     if outcome.message:
@@ -427,9 +428,8 @@ def _loading(settings: Settings) -> Iterator[None]:
         with activity("loading PyTorch and transformers", announced=True):
             yield
             _quiet(settings)
-        if (
-            not gc.get_freeze_count()
-        ):  # a second freeze would keep what an earlier run in this process has left
+        if not gc.get_freeze_count():
+            # A second freeze would keep what an earlier run in this process has left
             gc.freeze()  # the libraries' objects, through which each collection would search again
     finally:
         if was_on:

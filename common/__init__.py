@@ -3,9 +3,8 @@ of them."""
 
 import os
 
-PROJECT = (
-    "fuyou"  # Marks this package, so that `fuyou` and `fcdp` notice another one that is also called `common`
-)
+# Marks this package, so that `fuyou` and `fcdp` notice another one that is also called `common`
+PROJECT = "fuyou"
 
 # PyTorch's OpenMP threads spin 6 ms by default; next to the optimizer process that starves it. OpenMP's libraries read
 # this when PyTorch is loaded. Costs up to 6% where the CPU is the device and otherwise idle.

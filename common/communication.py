@@ -67,9 +67,8 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
-Wait = Callable[
-    [], None
-]  # A function to call before using what a communication has filled, or changing what it sends
+# A function to call before using what a communication has filled, or changing what it sends
+Wait = Callable[[], None]
 
 
 def start_exchange(

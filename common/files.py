@@ -191,9 +191,8 @@ def nearest_path(path: Path) -> str:
 
 def preset_files(kind: str, extension: str = ".toml") -> dict[str, Path]:
     """Return the file of every preset in ``configs/<kind>``, by name; they are data of the installed package."""
-    folder = (
-        Path(__file__).parents[1] / "configs" / kind
-    )  # not by import: a user's own `configs` may come first
+    # Not by import: a user's own `configs` may come first
+    folder = Path(__file__).parents[1] / "configs" / kind
     return {
         file.name.removesuffix(extension): file for file in folder.iterdir() if file.name.endswith(extension)
     }

@@ -59,9 +59,8 @@ class Declaration:
     excludes: str = ""
     """Names of options that a run cannot have, too: one on the command line undoes the other in a file."""
     needs: str = ""  # Names of options without any of which it does nothing
-    of_call: bool = (
-        False  # Whether it belongs to a call, not to the run, whose own configuration leaves it out
-    )
+    # Whether it belongs to a call, not to the run, whose own configuration leaves it out
+    of_call: bool = False
     fixed: bool = False
     """Whether a continued run must keep its value. All others of a run may change, and the change is printed."""
     may_differ: bool = False  # Whether nodes need not agree about it, or others check that with better words

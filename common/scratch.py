@@ -42,7 +42,8 @@ def remove_abandoned(parent: Path) -> None:
             try:
                 lock = (folder / LOCK).open("r+")
             except FileNotFoundError:
-                folder.rmdir()  # its process was killed before it made the lock; fails if anything else is there
+                # Its process was killed before it made the lock; fails if anything else is there
+                folder.rmdir()
                 continue
             with lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,9 +34,8 @@ from fcdp.fsdp2 import row_range
 MANIFEST = "commit.json"
 IDENTITY = "commits.json"  # Name of the file next to commits with their random name
 FORMAT = 2
-PIECE_BYTES = (
-    16 << 20
-)  # of the largest piece, unless a row is larger; a rank that needs a row reads its piece
+# Of the largest piece, unless a row is larger; a rank that needs a row reads its piece
+PIECE_BYTES = 16 << 20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REMEDY = (
     "Restore it from a copy, or begin again with --overwrite, from a checkpoint (--model) if there is one."

@@ -62,9 +62,8 @@ class Unit(NamedTuple):
 
     name: str
     module: nn.Module
-    keep_after_forward: bool = (
-        False  # whether the backward pass needs it at once, so that FSDP2 should not release it
-    )
+    # Whether the backward pass needs it at once, so that FSDP2 should not release it
+    keep_after_forward: bool = False
 
 
 def find_units(model: nn.Module, blocks: list[nn.Module] | None = None) -> list[Unit]:

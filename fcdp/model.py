@@ -55,21 +55,19 @@ class TrainerConfig:
     """Options of :class:`fcdp.trainer.Trainer`."""
 
     strategy: Strategy | str = "fcdp"  # a strategy or its name; see :func:`fcdp.fully_shard`
-    dtype: str = "bf16"  # dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32.
+    # Dtype in which blocks compute and gradients are reduced. Master weights and moments are fp32.
+    dtype: str = "bf16"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01  # as with transformers' Trainer: biases and norms do not decay
     max_grad_norm: float | None = None  # norm to which the gradient is clipped; None: it is not
-    micro_batch: int | None = (
-        None  # sequences that a rank computes at once; None: its whole part of the batch
-    )
+    # Sequences that a rank computes at once; None: its whole part of the batch
+    micro_batch: int | None = None
     seed: int = 0  # seed of random weights and dropout
-    host_cache_bytes: int | None = (
-        None  # host memory per rank for cached shards; see :func:`fcdp.fully_shard`
-    )
-    device_cache_threshold: float = (
-        0.9  # part of device memory for cached shards; see :func:`fcdp.fully_shard`
-    )
+    # Host memory per rank for cached shards; see :func:`fcdp.fully_shard`
+    host_cache_bytes: int | None = None
+    # Part of device memory for cached shards; see :func:`fcdp.fully_shard`
+    device_cache_threshold: float = 0.9
     towers: TowerFreezing = DEFAULT_FREEZING  # parts of a vision-language model that are not trained
     # ``auto`` (as the configuration has it), ``on``, or ``off``: the loss of a mixture of experts' router
     router_loss: str = "auto"
@@ -107,9 +105,8 @@ class ClusterModel:
         dtype = DTYPES[options.dtype]
         config, checkpoint = load_config(model)
         meta = build_meta_model(config, dtype=dtype, checkpoint=checkpoint)
-        if dtype != torch.float32 and (
-            names := fp32_parameters(meta)
-        ):  # FSDP2 casts all that it gathers to one dtype
+        if dtype != torch.float32 and (names := fp32_parameters(meta)):
+            # FSDP2 casts all that it gathers to one dtype
             raise UserError(
                 f"This family keeps {names[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
                 "with --lora-rank to train adapters out of core."
@@ -120,9 +117,8 @@ class ClusterModel:
         source.check()
         module: Any = build_meta_model(config, dtype=dtype)
         if peft_config is not None:
-            if getattr(
-                peft_config, "trainable_token_indices", None
-            ):  # peft reads a weight past FSDP2's hooks
+            if getattr(peft_config, "trainable_token_indices", None):
+                # Peft reads a weight past FSDP2's hooks
                 raise UserError(
                     "trainable_token_indices cannot be trained with sharded weights: name the embeddings in "
                     "modules_to_save, or train on one machine."

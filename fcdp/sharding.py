@@ -54,9 +54,8 @@ class Sharding:
         self.groups = groups  # parameter groups, in the order in which they were sharded
         self.traffic = Traffic()  # bytes that this rank's gathers and reductions have sent
         self._micro_batches = MicroBatches()
-        self.has_optimizer = (
-            False  # whether an optimizer has the shards: until then they are shown after evaluations
-        )
+        # Whether an optimizer has the shards: until then they are shown after evaluations
+        self.has_optimizer = False
         device = topology.device
         ranks = topology.mesh.get_group()
         self._staleness = StalenessCheck(device, ranks)
@@ -229,9 +228,8 @@ class Sharding:
         for group in self.groups:
             if not fsdp2.is_sharded(group):
                 fsdp2.adopt_requires_grad(group)
-            if (
-                not group.had_trainable and group.trainable
-            ):  # FSDP2 reads the dtypes of gradients in ``unshard()``
+            if not group.had_trainable and group.trainable:
+                # FSDP2 reads the dtypes of gradients in ``unshard()``
                 group.had_trainable = True
                 group.holder.reshard()
                 group.holder.unshard()
@@ -273,9 +271,8 @@ class Sharding:
 
     def _before_step(self) -> None:
         self.has_optimizer = True
-        if (
-            self._streams is not None
-        ):  # else the output that was cached last would be held until the next gather
+        if self._streams is not None:
+            # Else the output that was cached last would be held until the next gather
             self._streams.release()
         self._staleness.raise_if_found()
         for reduction in self._reductions:

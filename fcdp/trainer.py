@@ -41,7 +41,8 @@ from fuyou.optimizer.gradient_sum import sum_of_squares
 from fuyou.optimizer.nonfinite import check_finite
 from fuyou.pieces.run import random_states, set_random_states
 
-_BASE = "weights to begin with"  # Key of the identity of the checkpoint's weights in what a commit says of the run
+# Key of the identity of the checkpoint's weights in what a commit says of the run
+_BASE = "weights to begin with"
 _SHARD_BYTES = 1_000_000_000  # largest shard of an exported checkpoint. Rank 0 holds two.
 
 
@@ -55,9 +56,8 @@ class ClusterStep:
     stop: bool  # whether any rank requested to stop after this step
     seconds: float
     sent_bytes: int  # bytes that a node sent to others, on average over nodes
-    aux_loss: float | None = (
-        None  # the router loss, not multiplied by its coefficient, where it is a part of the loss
-    )
+    # The router loss, not multiplied by its coefficient, where it is a part of the loss
+    aux_loss: float | None = None
 
 
 class Trainer:
@@ -84,9 +84,8 @@ class Trainer:
         self._device = topology.device
         self.cores = _pin_threads(topology)  # processors that this process was pinned to; None: it was not
         pids = [pid for node, pid in all_gather_object((topology.node, os.getpid())) if node == topology.node]
-        self.meter = PeakMeter(
-            lambda: pids
-        )  # memory that this node's ranks hold together, for the first of them
+        # Memory that this node's ranks hold together, for the first of them
+        self.meter = PeakMeter(lambda: pids)
         if topology.local_rank == 0:
             self.meter.start()
         directory = adapters if isinstance(adapters, str | os.PathLike) else None
@@ -242,9 +241,8 @@ class Trainer:
             self._route(parts, router)
         for index, part in enumerate(parts):
             self.sharding.set_is_last_micro_batch(index == len(parts) - 1)
-            with self._forward.separate_documents(
-                part
-            ):  # in the backward pass, too: blocks are computed again there
+            with self._forward.separate_documents(part):
+                # In the backward pass, too: blocks are computed again there
                 output = self._forward.run(part)
                 loss, gradient = cross_entropy(output.logits, part["targets"], share, gradient=True)
                 total += loss / world

@@ -204,9 +204,8 @@ def run(
         adapters=one.adapters, piece_size=one.piece_size, chunk=one.chunk, **options,
     ) as engine:  # fmt: skip
         runtime = engine._run.runtime
-        shape = (
-            runtime.batch_shape
-        )  # an engine's tasks count no attention, and the emulated device takes their time
+        # An engine's tasks count no attention, and the emulated device takes their time
+        shape = runtime.batch_shape
         runtime.batch_shape = lambda *sizes: replace(shape(*sizes), chunk_flops=chunk_flops)  # type: ignore[method-assign]
         ends = [time.monotonic()]
         for _ in range(steps + 2):

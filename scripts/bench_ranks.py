@@ -120,9 +120,8 @@ def report(
 ) -> dict[str, Any]:  # fmt: skip
     """What formulas and simulation say, of a node."""
     nodes, total, trained = topology.nodes, engine.parameters, engine.trainable_parameters
-    if (
-        trained < total
-    ):  # what is frozen is read twice; adapters in fp32, kept in host memory, are only written
+    if trained < total:
+        # What is frozen is read twice; adapters in fp32, kept in host memory, are only written
         read, written = 2.0 * 2 * (total - trained), (4 + 8 / nodes) * trained
         sent = 8 * trained * (nodes - 1) / nodes
     else:

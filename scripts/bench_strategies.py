@@ -165,9 +165,8 @@ class Worker:
             optimizer.zero_grad()
             seconds = time.perf_counter() - started
             dist.barrier()
-            payload = (
-                network_bytes() - before
-            ).sent_payload / self.topology.ranks_per_node  # all its ranks say it
+            # All its ranks say it
+            payload = (network_bytes() - before).sent_payload / self.topology.ranks_per_node
             slowest = torch.tensor(seconds, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             told = torch.tensor([payload, sharding.traffic.inter_node - counted], dtype=torch.float64)

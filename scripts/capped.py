@@ -26,11 +26,8 @@ from common.errors import UserError
 from common.memory.cgroups import ControlGroup, own_groups
 from common.units import format_bytes, parse_bytes
 
-CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = (
-    125,
-    126,
-    127,
-)  # Exit statuses of our own, as ``env`` and ``timeout`` use them
+# Exit statuses of our own, as ``env`` and ``timeout`` use them
+CANNOT_CAP, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
 
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 SENT_BY_KERNEL = 0x80

@@ -71,9 +71,7 @@ RESERVE_S = 25.0  # Kept back at the end for the last section's grace
 )
 @click.option("--seq-len", default=1024, show_default=True)
 @click.option("--minutes", default=9.0, show_default=True, help="For everything together.")
-@click.option(
-    "--sections", help="Only these, by comma: names as above; 'engine' stands for that of every preset."
-)
+@click.option("--sections", help="Only these, by comma: names as above; 'engine' means that of every preset.")
 @click.option("--quick", is_flag=True, help="Tiny sizes: test the script.")
 @click.option("--run-section", hidden=True)
 @click.option("--settings", "settings_text", hidden=True)
@@ -122,9 +120,8 @@ def everything(settings: Settings, end: float, wanted: list[str] | None) -> int:
     """Run the sections one after the other; the exit status says whether any failed."""
     names = planned(settings, wanted)
     journal = Journal(Path(settings.output))
-    results = (
-        journal.read() if wanted is not None else {"sections": {}}
-    )  # chosen sections join earlier results
+    # Chosen sections join earlier results
+    results = journal.read() if wanted is not None else {"sections": {}}
     for name in names:
         results["sections"].pop(name, None)
     journal.write({**results, "command": settings.command, "date": date.today().isoformat()})

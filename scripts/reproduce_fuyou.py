@@ -300,9 +300,8 @@ class PaperScheme:
                 nbytes[layer] += 2 * width * unit
                 flops[layer] += cost * unit * self.hidden
         away: dict[int, Task] = {}
-        leaving: list[
-            Task
-        ] = []  # one block behind, or a block's input would queue behind what the last one saved
+        # One block behind, or a block's input would queue behind what the last one saved
+        leaving: list[Task] = []
         backward: list[Task] = []
         tasks: list[Task] = []
         for task in step.tasks:

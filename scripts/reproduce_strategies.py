@@ -63,12 +63,8 @@ PARO_TABLE_1 = {
     "ING": "-yy-", "III": "--y-", "IIG": "yy--", "IGG": "yyy-", "GNG": "-yyy", "GIG": "-yy-", "GGG": "yyy-",
 }  # fmt: skip
 """Table 1, column by column: all parameters trainable, a sixth or more, less, adapters."""
-PARO_RATIOS = (
-    1.0,
-    0.5,
-    0.1,
-    0.002,
-)  # A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C)
+# A ratio inside each column; the last is rank-16 LoRA on LLaMA-7B (FCDP II-C)
+PARO_RATIOS = (1.0, 0.5, 0.1, 0.002)
 
 
 def recommended(ratio: float) -> set[str]:

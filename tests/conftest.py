@@ -132,9 +132,8 @@ def _nobody_seeds_an_open_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def seed(number: int) -> None:
         opening = sys.modules.get("fuyou.engine.opening")
         if not any(thread.name.startswith("fuyou ") for thread in threading.enumerate()):
-            opening = (
-                None  # an open run has lanes; to look for it among all objects takes as long as many a test
-            )
+            # An open run has lanes; to look for it among all objects takes as long as many a test
+            opening = None
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())}
         ours = any(file.startswith(tuple(f"{ROOT}/{name}/" for name in PRODUCT)) for file in files)
         if opening is not None and ours and f"{ROOT}/common/randomness.py" not in files:

@@ -53,12 +53,8 @@ def check_apart(
                 )
 
 
-_COMPUTES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "adapter_config.json",
-)  # What a result is
+# What a result is
+_COMPUTES = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
 
 
 def check_whole(settings: Settings) -> list[str]:

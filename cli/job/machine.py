@@ -25,9 +25,8 @@ from fuyou.planner.training_job import job_of_run, open_model
 from fuyou.runtime.device import memory_limits, open_device
 
 REWARD = ("reward",)  # Names of a reward model's classes: a single one, which is a number
-_CLASSES = (
-    2  # Classes that are assumed where no data say it, for a plan: their number changes next to nothing
-)
+# Classes that are assumed where no data say it, for a plan: their number changes next to nothing
+_CLASSES = 2
 DEFAULT_SEQ_LEN = 1024
 ELSEWHERE = "meta"  # Device of hardware that is not in this machine
 
@@ -97,9 +96,8 @@ def job_at_hand(settings: Settings, device: str) -> TrainingJob:
         checkpoint = None  # which has no head for classes
     model = open_model(engine, planned, checkpoint, torch.device("cpu"), draw=False)
     job = job_of_run(settings.model, engine, model, settings.batch_size * traits.rows, seq_len, {})
-    return replace(
-        job, drive_life=settings.drive_life
-    )  # which the engine does not take before it has its drives
+    # Which the engine does not take before it has its drives
+    return replace(job, drive_life=settings.drive_life)
 
 
 def plan_at_hand(settings: Settings, device: str, directories: Sequence[Path]) -> RunPlan:

@@ -70,9 +70,8 @@ _OWN = (
 _FOLDERS = (REPLACED, RUN, CHECKPOINTS, BASE, STORE, COMMITS)  # What a run makes in an output directory
 _PARTIAL = ".partial"  # End of the name of what is not complete
 _RETIRED = ".old"  # End of the name, before that, of a folder that is about to be removed
-_FOLDER = re.compile(
-    rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?"
-)  # What a run makes
+# What a run makes
+_FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")
 
 _LINK = "link to "  # Beginning of the hash of a link, before its target and the hash of that
 _NOT_REGULAR = "not a regular file"  # Hash of any other thing, and of links in lists of earlier versions
@@ -94,9 +93,8 @@ class Outputs:
         self.directory = directory
         self.id = id
         self.launch = launch
-        self.has_begun = (
-            False  # Whether the run has a commit, and nothing of an earlier one is set aside any more
-        )
+        # Whether the run has a commit, and nothing of an earlier one is set aside any more
+        self.has_begun = False
         self.has_list = files is not None  # Whether there is a list that can be read
         self._files = files or {}
         self._held: tuple[int, Settings] | None = None  # Descriptor of the directory, and of which run it is
@@ -261,9 +259,8 @@ class Outputs:
             if (self.directory / file).exists() and not file.startswith(f"{BASE}/")
         ]
         is_run = self._is_of_run
-        is_complete = is_run or self.is_whole(
-            RESULT
-        )  # else an export was killed while it moved its files into place
+        # Else an export was killed while it moved its files into place
+        is_complete = is_run or self.is_whole(RESULT)
         if listed and is_complete and not (resumes or overwrites):
             what = (
                 "a checkpoint"

@@ -28,7 +28,8 @@ from common.store.errors import described
 from common.store.folders import rank_folder, remove_folder, successor_folder
 from common.store.manifest import MANIFEST_FILE
 
-JOURNAL = "journal.json"  # File in the folder of what was set aside: its files, who replaces it, how the stores were
+# File in the folder of what was set aside: its files, who replaces it, how the stores were
+JOURNAL = "journal.json"
 _IS_OVER = "is_over"  # Key in the journal, once the files are to be removed, and not to be put back any more
 # Keys of the earlier run's directories, and of whether this output began them
 _PLACES = "places"
@@ -110,9 +111,8 @@ def set_aside(directory: Path, files: Sequence[str], by: str, stores: Iterable[P
             journal[_PLACES].append({**asdict(store), _IS_OURS: is_ours, OUTPUT: origin})
         make_directory(folder)
         _write(directory, journal)
-        *others, last = (
-            files  # the list of the earlier run: while it is there, so is what says whose the others are
-        )
+        # The list of the earlier run: while it is there, so is what says whose the others are
+        *others, last = files
         move(directory, folder, others)
         move(directory, folder, [last])
 
@@ -141,9 +141,8 @@ def remove_replaced(directory: Path) -> None:
             _remove_stores(journal)
             for file in journal["files"]:
                 (folder / file).unlink(missing_ok=True)
-            sync_folders(
-                folder, journal["files"]
-            )  # before their folders are removed, which cannot be synced then
+            # Before their folders are removed, which cannot be synced then
+            sync_folders(folder, journal["files"])
             inner = {folder / parent for file in journal["files"] for parent in Path(file).parents[:-1]}
             for empty in sorted(inner, key=lambda path: len(path.parts), reverse=True):
                 with contextlib.suppress(OSError):  # not empty, or removed before
@@ -218,9 +217,8 @@ def _states_of_stores(directory: Path, stores: Iterable[str]) -> dict[str, str]:
     folders = [
         folder for store in stores for folder in (directory / store, successor_folder(directory / store))
     ]
-    patterns = [
-        f"{inner}{name}" for name in (MANIFEST_FILE, IDENTITY_FILE) for inner in ("", "*/")
-    ]  # of ranks, too
+    # Of ranks, too
+    patterns = [f"{inner}{name}" for name in (MANIFEST_FILE, IDENTITY_FILE) for inner in ("", "*/")]
     files = [file for folder in folders for pattern in patterns for file in folder.glob(pattern)]
     return {_inside(directory, file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

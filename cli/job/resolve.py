@@ -145,9 +145,8 @@ def resolve(settings: Settings, claim: Callable[[], Outputs] | None = None, is_r
         is_there=earlier.commit is not None,
         fixed=fixed,
     )
-    if settings.save and not (
-        settings.resume or settings.overwrite
-    ):  # only the store knows how much it replaces
+    if settings.save and not (settings.resume or settings.overwrite):
+        # Only the store knows how much it replaces
         _check_space(job)
     return job
 

@@ -16,9 +16,8 @@ from fcdp.strategy.strategy import AUTO, Strategy, parse_strategy
 from fcdp.strategy.topology import Topology, linked_gpus
 
 DEFAULT = "fcdp"  # Strategy of a single rank, and of runs that began before clusters were measured by default
-PROFILE = (
-    "cluster.json"  # Name of the file in the output directory that describes the cluster as it was measured
-)
+# Name of the file in the output directory that describes the cluster as it was measured
+PROFILE = "cluster.json"
 
 
 def cluster_of(name: str | None, levels: str | None, nodes: int | None, gpus_per_node: int | None) -> Cluster:

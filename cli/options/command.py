@@ -258,9 +258,8 @@ def repeat_option(args: Sequence[str], names: set[str]) -> list[str]:
             position += 1
         if not values and position < len(args):
             raise click.BadOptionUsage(name, f"Option {name!r} requires an argument.")
-        result += [f"{name}={value}" for value in values] or [
-            name
-        ]  # click completes the value, or says that it lacks
+        # Click completes the value, or says that it lacks
+        result += [f"{name}={value}" for value in values] or [name]
     return result
 
 

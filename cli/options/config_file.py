@@ -23,9 +23,8 @@ from common.files import read_text_file
 from common.options import declaration_of, option_fields
 
 _WIDTH = 116
-_NUMBER = re.compile(
-    r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?"
-)  # Numbers that TOML and the command line write alike
+# Numbers that TOML and the command line write alike
+_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 OTHER_TOOLS = {

@@ -28,12 +28,12 @@ TRACKERS = "trackers"
 """Folder inside the output directory that describes the run, and what is in it: a file that names the run's store, one
 with all options, one with a line for every step, and a folder for what trackers write on this machine."""
 
-REPLACED = ".replaced"  # Folder inside the output directory for files of an earlier run, until a new one has a commit
+# Folder inside the output directory for files of an earlier run, until a new one has a commit
+REPLACED = ".replaced"
 
 OPTIONS = "options"  # Key in a commit's user state of the run's options as TOML
-REFERENCES = (
-    "reference"  # Key in a commit's user state: digest, steps, and hash of each file of references, by name
-)
+# Key in a commit's user state: digest, steps, and hash of each file of references, by name
+REFERENCES = "reference"
 OUTPUT = "output"  # Key in the description and in a commit's user state of the output's path, without links
 # Keys in the description
 _STORES = "stores"
@@ -79,9 +79,8 @@ class StorePlace:
 class RunRecord:
     """What ``<output>/run`` says of the run there, which has begun to take steps."""
 
-    places: tuple[
-        StorePlace, ...
-    ]  # All directories of its stores; empty if an earlier version has written it
+    # All directories of its stores; empty if an earlier version has written it
+    places: tuple[StorePlace, ...]
     last_step: int  # Newest step that is logged, which need not be committed
     steps: int | None  # Steps that it is to take, if that is known
     ended_after: int | None  # Step after which it was done; None: it is not

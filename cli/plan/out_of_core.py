@@ -78,9 +78,8 @@ def run_rows(result: Plan, settings: Settings) -> dict[str, str]:
 
 
 DOES_NOT_FIT = 1  # Exit status of a plan that does not fit
-_HOST_MEMORY = (
-    "48GiB"  # For a run on a machine that is planned by its name: most of the 64 GiB of a usual desktop
-)
+# For a run on a machine that is planned by its name: most of the 64 GiB of a usual desktop
+_HOST_MEMORY = "48GiB"
 
 
 class Planning:

@@ -308,9 +308,8 @@ class MetricsLogger:
     def __exit__(self, *exception: object) -> None:
         self._progress.close()
         self._trackers.close()
-        with (
-            contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext()
-        ):  # a full drive, say
+        with contextlib.suppress(StoreError) if exception[0] else contextlib.nullcontext():
+            # A full drive, say
             self._page.update(at_once=True)
         self._metrics.close()
         self._losses.close()

@@ -18,9 +18,8 @@ from common.hardware.directory_drive import warranted_bytes
 from common.store.errors import described
 from common.units import format_bytes, format_count, format_seconds
 
-MOST_POINTS = (
-    1000  # Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
-)
+# Points of a curve on the page: of longer runs, every second, third, ... step, and the newest.
+MOST_POINTS = 1000
 RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished run again
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
@@ -115,9 +114,8 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
         whole = newest[_SECONDS]
         busy = {what: newest[metric] for metric, what in metrics.items() if newest.get(metric) is not None}
         sections.append(section(f"newest step: {format_seconds(whole)}", busy_bars(busy, whole)))
-        host = (
-            0 if job.settings.nodes else plan.get("host_bytes", 0)
-        )  # of ranks: the plan's is one's, the metric all's
+        # Of ranks: the plan's is one's, the metric all's
+        host = 0 if job.settings.nodes else plan.get("host_bytes", 0)
         tiers = (
             ("device", newest["memory/max_active(GiB)"] * _GIB, plan.get("device_bytes", 0)),
             ("host", newest["memory/host(GiB)"] * _GIB, host),
@@ -127,9 +125,8 @@ def run_page(job: Job, plan: Mapping[str, Any], config: str, entries: list[dict[
     sections.append(
         section("the run", table((line[:8].strip(), line[9:].strip()) for line in lines), wide=True)
     )
-    command = shlex.join(
-        ["finetune", "--output", str(job.output.resolve()), "--resume"]
-    )  # from any directory
+    # From any directory
+    command = shlex.join(["finetune", "--output", str(job.output.resolve()), "--resume"])
     sections.append(section("to continue", f"<pre>{html.escape(command)}</pre>", wide=True))
     folded = f"<details><summary>config.toml</summary><pre>{html.escape(config)}</pre></details>"
     sections.append(section("configuration", folded, wide=True))

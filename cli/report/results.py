@@ -31,12 +31,10 @@ class StepResult:
     updated_again: bool = False  # Whether updates ran before the norm was known, and ran again
     aux_loss: float | None = None  # Router loss before its coefficient, where it is a part of the loss
     sent_bytes: float | None = None  # Bytes that a node sent to others; None: this process trains alone
-    busy_seconds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # Time for which the step kept each resource busy
-    watched: Mapping[str, float] = field(
-        default_factory=dict
-    )  # Other metrics, by TRL's names: `rewards/accuracies`
+    # Time for which the step kept each resource busy
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    # Other metrics, by TRL's names: `rewards/accuracies`
+    watched: Mapping[str, float] = field(default_factory=dict)
 
     def learned(self, step: int, lr: float, tokens: int) -> dict[str, float]:
         """Return the metrics of a step of ``tokens`` tokens that are the same whenever the run is repeated."""

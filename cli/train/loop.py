@@ -41,9 +41,8 @@ class Trainer(ABC):
     location: tuple[str, str]  # What the run can be continued from, in one word, and where that lies
     # Result and learning rate of the last committed step of a continued run; None: its line is there for sure
     last_step: tuple[StepResult, float] | None = None
-    clip_by: str | None = (
-        None  # How gradients are clipped out of core: `deferral` or `speculation`; None: not
-    )
+    # How gradients are clipped out of core: `deferral` or `speculation`; None: not
+    clip_by: str | None = None
     past_host: bool = False  # Whether parameters get from SSDs to the device without crossing host memory
 
     @abstractmethod
@@ -125,9 +124,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
         losses.put(model.user_state)  # which AfterStep reads as it was committed
         steps = range(done + 1, 1 if job.settings.export else job.steps + 1)
         if not job.settings.export:
-            after.run(
-                done
-            )  # what a run that was killed has left undone, or the evaluation before the first step
+            # What a run that was killed has left undone, or the evaluation before the first step
+            after.run(done)
         lap = Lap(trainer)
         was_interrupted = True
         for step in steps:
@@ -172,9 +170,8 @@ def train(job: Job, trainer: Trainer, process: Interrupts | RankProcess) -> None
                 logger.step(step, result, lr, took, text)
             else:
                 job.outputs.check_in_place()  # as this node sees it; rank 0's logger does the same
-            trainer.commit_if_due(
-                step
-            )  # after the line of the step, which is dropped again if there is no commit
+            # After the line of the step, which is dropped again if there is no commit
+            trainer.commit_if_due(step)
             _begin(job, trainer, process.is_rank0)
             if trainer.stop_requested() and step < job.steps:
                 trainer.commit()
@@ -265,9 +262,8 @@ class AfterStep:
         self._process = process
         self._logger = logger
         self._outputs = job.outputs
-        self._resumed_from = (
-            trainer.model.step_count
-        )  # What later steps left was not committed: it is replaced
+        # What later steps left was not committed: it is replaced
+        self._resumed_from = trainer.model.step_count
         self._uncommitted = self._left_by_later_steps() if process.is_rank0 else {}
         self._losses = self._earlier_losses()
         self._note_evaluations()

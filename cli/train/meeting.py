@@ -182,9 +182,8 @@ def meet(settings: Settings, rank: RankProcess) -> tuple[dist.Store, Placement |
     timeout = timedelta(seconds=settings.node_timeout)
     store, news = rank_stores(rank, timeout)
     if rank.nodes == 1:
-        os.environ.update(
-            interface_variables(LOOPBACK)
-        )  # also where the user has named one for runs of several nodes
+        # Also where the user has named one for runs of several nodes
+        os.environ.update(interface_variables(LOOPBACK))
     placement = place(settings, store)
     if placement is not None:
         rank.move(placement.order.index(rank.node))

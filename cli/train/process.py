@@ -43,9 +43,8 @@ class Stopped(Exception):
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
-        self.number = (
-            number  # Signal that stopped the run, if it is not the one that :class:`Interrupts` has received
-        )
+        # Signal that stopped the run, if it is not the one that :class:`Interrupts` has received
+        self.number = number
 
 
 class Interrupts:
@@ -200,12 +199,10 @@ class RankProcess:
 
     def lose(self, error: BaseException) -> NoReturn:
         """End this rank because another is lost. The agent then starts all again, from the last commit."""
-        time.sleep(
-            _GRACE_S
-        )  # the listening thread ends this process if the other rank has announced an ending
-        reason = re.sub(r"^\[\S+\] ", "", on_one_line(error)).partition(". ")[0][
-            :300
-        ]  # without gloo's advice
+        # The listening thread ends this process if the other rank has announced an ending
+        time.sleep(_GRACE_S)
+        # Without gloo's advice
+        reason = re.sub(r"^\[\S+\] ", "", on_one_line(error)).partition(". ")[0][:300]
         _say(f"rank {self.rank} of {self.world_size} lost contact with another rank {self._where} ({reason})")
         _exit(1)
 

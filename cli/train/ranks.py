@@ -69,9 +69,8 @@ def train_rank(settings: Settings, rank: RankProcess) -> None:
             trainer = open_(job, topology, rank, launches)
         try:
             train(job, trainer, rank)
-        except (
-            Exception
-        ) as error:  # leaves the trainer open: its threads may wait for ranks that will never answer
+        except Exception as error:
+            # Leaves the trainer open: its threads may wait for ranks that will never answer
             if trainer.can_continue_after(error):
                 error.add_note(job.settings.how_to_continue)
             raise
@@ -120,9 +119,8 @@ def _open_engine(job: Job, topology: Topology, launches: Collection[str]) -> Eng
     continued = job.settings.resume or _is_restart(folders[0] / name, launches)
     for folder in folders:
         folder.mkdir(exist_ok=True)
-        if (
-            topology.local_rank == 0 and not continued
-        ):  # what more ranks than now have left there, or a single one
+        if topology.local_rank == 0 and not continued:
+            # What more ranks than now have left there, or a single one
             remove([folder])
             here = {rank_folder(number) for number in range(topology.ranks_per_node)}
             for path in folder.glob(rank_folder("*")):

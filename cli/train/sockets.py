@@ -25,10 +25,8 @@ from cli.train.process import LAUNCH, RankProcess
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "finetune"  # name of :func:`rendezvous_handler` in PyTorch's registry
-_INTERFACES = {
-    "GLOO_SOCKET_IFNAME": "{}",
-    "NCCL_SOCKET_IFNAME": "={}",
-}  # "=": NCCL's eth1 would match eth10, too
+# "=": NCCL's eth1 would match eth10, too
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 
 def interface_variables(address: str) -> dict[str, str]:
@@ -63,9 +61,8 @@ def rank_stores(rank: RankProcess, timeout: timedelta) -> tuple[dist.Store, dist
     """Return two connections to the store that all ranks share for this start of the run."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    is_agents = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # torchrun's agent has a store for all starts
+    # Torchrun's agent has a store for all starts
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank.nodes == 1 and not is_agents:
         address = LOOPBACK
     prefix = os.environ["TORCHELASTIC_RESTART_COUNT"] if is_agents else ""

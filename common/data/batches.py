@@ -19,7 +19,8 @@ from common.units import counted, format_count
 
 IGNORED = -100
 REFERENCE = "reference_log_probs"  # The batch's log-probabilities under a reference, one per row, fp32 `[R]`
-BLOCK = 1000  # Number of rows in a row of which every data set has its part exactly: weights count to a thousandth
+# Number of rows in a row of which every data set has its part exactly: weights count to a thousandth
+BLOCK = 1000
 WIDTH_MULTIPLE = 64  # Number of tokens to a multiple of which batches are padded where rows are not packed
 
 
@@ -31,21 +32,18 @@ class DataConfig:
     seq_len: int  # Tokens per row
     batch_size: int  # Rows per step
     seed: int = 0  # Seed of the order of the rows, which is a new one in every epoch
-    shuffle: bool = (
-        True  # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
-    )
+    # Whether rows are shuffled; if not, they come as packing finished them: about as in the files
+    shuffle: bool = True
     packed: bool = True  # Whether documents share rows; if not, batches are as long as their longest row
     kind: ItemKind | None = None  # What items are, which have rows to themselves; None: documents
     # Whether a position's label is the next token, for models whose loss does not shift labels
     labels_ahead: bool = False
-    truncate: bool = (
-        True  # Whether records with a prompt that are longer than a row are cut; else they are left out
-    )
+    # Whether records with a prompt that are longer than a row are cut; else they are left out
+    truncate: bool = True
     selection: RecordSelection = field(default_factory=RecordSelection)  # Which records are taken
     every_token: bool = False  # Whether every token carries loss, those of prompts among them
-    vocab_size: int | None = (
-        None  # Number of tokens that the model knows, which the data may not exceed; None: any
-    )
+    # Number of tokens that the model knows, which the data may not exceed; None: any
+    vocab_size: int | None = None
     # Whether chats with text that the template leaves out are left out; else they are an error
     drop_unseen: bool = False
 
@@ -78,9 +76,8 @@ class Batches(ABC):
     rows: int
     tokens: int  # Number of tokens of one epoch, without padding
     trainable_tokens: int  # Number of tokens of one epoch that carry loss
-    description: (
-        str  # Text for the user: a line, and one more for each thing that is not as the files have it
-    )
+    # Text for the user: a line, and one more for each thing that is not as the files have it
+    description: str
     stops: Sequence[int] = ()  # Tokens that end answers, at which generation has to stop
     # Whether a position's label is the token to predict there, not the token at that position
     labels_ahead: bool = False
@@ -174,9 +171,8 @@ class PackedBatches(Batches):
                     "one document in each row: nothing keeps those that share a row apart in this model"
                 )
         else:
-            answers = (
-                f", {trained} of them in answers" if header.trainable_tokens else ""
-            )  # texts of classes have none
+            # Texts of classes have none
+            answers = f", {trained} of them in answers" if header.trainable_tokens else ""
             counts = f"{self.rows:,} {kind.name} from {files}: {tokens} tokens{answers}"
         self.description = "\n".join([counts, *lines])
 

@@ -14,9 +14,8 @@ class Documents:
 
     rows: int
     length: int  # Number of tokens of each row
-    flat: tuple[
-        int, ...
-    ]  # Row, first token and end of each document, one after another; they cover every token
+    # Row, first token and end of each document, one after another; they cover every token
+    flat: tuple[int, ...]
 
     @staticmethod
     def of(position_ids: torch.Tensor | None) -> "Documents | None":

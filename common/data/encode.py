@@ -119,9 +119,8 @@ class AnswerFinder:
             start = common_prefix(asked, ids)
             if history and start == len(asked):
                 return start
-            if history and start >= common_prefix(
-                self._render(history, options), asked
-            ):  # differs in the header alone
+            if history and start >= common_prefix(self._render(history, options), asked):
+                # Differs in the header alone
                 return start
         # What comes before is rendered differently now. Vary the answer, then the rest, and see where ids change.
         first = common_prefix(ids, self._render([*history, varied(answer, _OTHER)], options))

@@ -47,12 +47,8 @@ PLACEHOLDER = "<image>"  # Text in a string that stands for an image
 COLUMNS = ("images", "image")  # Columns of a record that hold its images
 
 _KEYS = ("image", "path", "url", "image_url", "bytes")
-_SIZES = (
-    "min_pixels",
-    "max_pixels",
-    "resized_height",
-    "resized_width",
-)  # of an image, for qwen_vl_utils and ms-swift
+# Of an image, for qwen_vl_utils and ms-swift
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _DEEP_MODES = ("I", "F")  # What Pillow's modes of more than 8 bits begin with
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 
@@ -235,9 +231,8 @@ class ImageEncoder:
             return
         chat, parts = self._encoder.parts(given)
         for turn, part in zip(chat.answers or [0], map(self._without_images, parts), strict=False):
-            texts = (
-                token for token in part.ids if token not in self._image_ids
-            )  # of images, no embedding is read
+            # Of images, no embedding is read
+            texts = (token for token in part.ids if token not in self._image_ids)
             check_vocabulary(texts, self._config.vocab_size, self._processor.tokenizer, record.where)
             tokens = len(part.ids)
             messages = chat.messages if part.ends else chat.messages[: turn + 1]

@@ -27,15 +27,13 @@ from common.files import check_regular, file_when_complete
 from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 
-FORMAT_VERSION = (
-    20  # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
-)
+# Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
+FORMAT_VERSION = 20
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss
-STARTS = np.uint32(
-    1 << 31
-)  # Bit of the first token of a document, of a later piece of a document, or of the padding
+# Bit of the first token of a document, of a later piece of a document, or of the padding
+STARTS = np.uint32(1 << 31)
 
 _HELD_WORDS = 1 << 24  # Number of words of open rows that are held in memory, 64 MiB
 _HEADER_BYTES = 1 << 16  # Room for all counts, with the longest names that files have

@@ -136,9 +136,8 @@ def open_or_build(
         return open_file(path)
     with (
         activity("waiting for another run that prepares the same data") as doing,
-        DirectoryLock(
-            [cache_dir], patience=math.inf
-        ),  # of several ranks on a machine, the first one makes it for all
+        # Of several ranks on a machine, the first one makes it for all
+        DirectoryLock([cache_dir], patience=math.inf),
     ):
         with unusable:
             return open_file(path)

@@ -44,9 +44,8 @@ class DataRecord(NamedTuple):
     values: dict[str, Any]  # Values by column
     file: Path
     position: str  # Where it is in the file: `line 7`, or `record 7` where there are no lines
-    replaced: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # Values of columns whose layout --columns fills with others
+    # Values of columns whose layout --columns fills with others
+    replaced: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def where(self) -> str:

@@ -64,16 +64,13 @@ class Counts:
     trainable_tokens: int = 0
     skipped_tokens: int = 0  # Number of tokens in pieces without any trained one, which are left out
     digest: str = ""  # Hash of all rows in order: equal data have equal hashes, wherever they lie
-    name: str = (
-        ""  # Name of the file, which has a hash of all that it is made of: it may have taken another's
-    )
+    # Name of the file, which has a hash of all that it is made of: it may have taken another's
+    name: str = ""
     cut: Tally = field(default_factory=Tally)
-    left_out: Tally = field(
-        default_factory=Tally
-    )  # Records that are too long, or without an answer in the row
-    untrained: Tally = field(
-        default_factory=Tally
-    )  # Records without any answer to train on, however long the row
+    # Records that are too long, or without an answer in the row
+    left_out: Tally = field(default_factory=Tally)
+    # Records without any answer to train on, however long the row
+    untrained: Tally = field(default_factory=Tally)
     empty: Tally = field(default_factory=Tally)  # Records without text, or whose answer is empty
     unseen: Tally = field(default_factory=Tally)  # Records with text that the chat template leaves out
     endless: Tally = field(default_factory=Tally)  # Records with an answer that no special token ends
@@ -81,15 +78,13 @@ class Counts:
     alpaca: Tally = field(default_factory=Tally)  # Instructions that became Alpaca's text
     prompts: Tally = field(default_factory=Tally)  # Prompts that are texts, though there is a chat template
     unknown: Tally = field(default_factory=Tally)  # Records with text for which the tokenizer has no token
-    unwritten: Tally = field(
-        default_factory=Tally
-    )  # Records with characters that the tokenizer does not write
+    # Records with characters that the tokenizer does not write
+    unwritten: Tally = field(default_factory=Tally)
     characters: list[str] = field(default_factory=list)  # The first of these characters
     control: Tally = field(default_factory=Tally)  # Records whose texts hold names of control tokens
     controls: list[str] = field(default_factory=list)  # The first of these names
-    prompt_columns: list[str] = field(
-        default_factory=lambda: ["prompt", "completion"]
-    )  # Columns that these come from
+    # Columns that these come from
+    prompt_columns: list[str] = field(default_factory=lambda: ["prompt", "completion"])
     unread: dict[str, int] = field(default_factory=dict)  # How often there is what nothing reads, by its name
     stops: list[int] = field(default_factory=list)  # Tokens that end answers, at which generation has to stop
 
@@ -220,17 +215,14 @@ class RecordSelection:
     evaluation, and every run on the same data, agree about it.
     """
 
-    columns: Mapping[str, str] = field(
-        default_factory=dict
-    )  # Names of the record shapes, and the files' columns
-    limit: int | None = (
-        None  # Number of records to take at most of each data set, from the first on; None: all
-    )
+    # Names of the record shapes, and the files' columns
+    columns: Mapping[str, str] = field(default_factory=dict)
+    # Number of records to take at most of each data set, from the first on; None: all
+    limit: int | None = None
     held_out: float = 0.0  # Part of the records that is held out for evaluation
     takes_held_out: bool = False  # Whether the part that is held out is taken, or all others
-    files_of_sets: tuple[
-        int, ...
-    ] = ()  # Number of files of each data set, numbered separately; empty for one
+    # Number of files of each data set, numbered separately; empty for one
+    files_of_sets: tuple[int, ...] = ()
 
     def read(self, files: Sequence[Path], position: ReadPosition | None = None) -> Iterator[DataRecord]:
         """Read what is taken of the records of ``files``; ``position`` follows how far they are read."""

@@ -34,9 +34,8 @@ _KINDS_KEPT = 4096  # Number of kinds of conversations whose form is remembered
 RENDERING_SECONDS = 10.0
 _RENDERING_MEMORY = 512 << 20
 _WRITTEN_FREELY = 1 << 20  # Characters that a template may write for any conversation
-_WRITTEN_PER_CHARACTER = (
-    32  # Characters that it may write for each in the conversation, with its tools and documents
-)
+# Characters that it may write for each in the conversation, with its tools and documents
+_WRITTEN_PER_CHARACTER = 32
 
 AnswerKind = tuple[bool, str]  # Whether an answer calls tools, and the role that follows it
 _ANSWERS_CALLS = ("tool", "function", "ipython")  # Roles whose name is that of a tool
@@ -121,9 +120,8 @@ class Form:
 
     changes: list[Change]  # What messages are put through
     missing: list[tuple[int, str]]  # Messages and fields that do not appear; negative numbers are arguments
-    is_whole: (
-        bool  # Whether all texts appear in one rendering, not only in those that end with their own turn
-    )
+    # Whether all texts appear in one rendering, not only in those that end with their own turn
+    is_whole: bool
     marks_answers: bool  # Whether the template marks tokens of the assistant, and only of the assistant
     # Special token at which generation has to stop after an answer, where the template writes one
     stops: dict[AnswerKind, int] = field(default_factory=dict)

@@ -31,9 +31,8 @@ from common.units import format_count
 Result = TypeVar("Result")
 _RECORDS = 256  # Records of a batch
 _CHARACTERS = 1 << 20  # Characters of text in a batch, but for its last record
-_FIRST_BATCHES = (
-    4  # Batches that are encoded before there are other processes: what is found out there, all know
-)
+# Batches that are encoded before there are other processes: what is found out there, all know
+_FIRST_BATCHES = 4
 _SMALL_BYTES = 4 << 20  # Bytes of data files for which other processes are not worth their start
 _MEMORY = 512 << 20  # Bytes of memory for each process
 _MOST_PROCESSES = 16  # Each reads all records, so that more of them gain little
@@ -43,9 +42,8 @@ _PIPE_BYTES = 1 << 20  # Bytes of results that wait for their turn, if the syste
 
 def process_count(files: Sequence[Path]) -> int:
     """Return how many processes encode the records of ``files``: one for each processor, if the data are large."""
-    is_text = any(
-        extension_of(file) == ".txt" for file in files
-    )  # few records, each encoded on all processors
+    # Few records, each encoded on all processors
+    is_text = any(extension_of(file) == ".txt" for file in files)
     if is_text or multiprocessing.current_process().daemon or _nbytes(files) < _SMALL_BYTES:
         return 1
     return max(1, min(cpu_count(), memory_available_bytes() // _MEMORY, _MOST_PROCESSES))

@@ -36,9 +36,8 @@ class Drive:
     """The drive behind a directory."""
 
     directory: Path
-    file_system: (
-        str  # Kind of file system: `ext4`, `xfs`, `tmpfs`, `nfs4`, ...; empty where the kernel does not tell
-    )
+    # Kind of file system: `ext4`, `xfs`, `tmpfs`, `nfs4`, ...; empty where the kernel does not tell
+    file_system: str
     device: str | None  # Name of the whole drive: `nvme0n1`. None where there is none, or several behind one.
     model: str | None  # Model, as the drive reports it
     is_rotational: bool

@@ -38,7 +38,8 @@ def system_has_gpu(root: Path = Path("/")) -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip().startswith(("0", *"123456789", "GPU-", "MIG-")):
         return False
-    wsl = "usr/lib/wsl/lib/libcuda.so*"  # Windows' driver, where WSL2 has an NVIDIA GPU: as no device file of its kind
+    # WSL2 has Windows' driver, and no device file of NVIDIA's
+    wsl = "usr/lib/wsl/lib/libcuda.so*"
     if any(list(root.glob(pattern)) for pattern in ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", wsl)):
         return True
     import torch

@@ -36,12 +36,10 @@ class GpuPreset:
     title: str  # The driver's name for it: `NVIDIA GeForce RTX 4090`
     memory_bytes: int  # Bytes of all its memory
     link_bytes_per_second: float  # Rate of its PCI Express lanes, in each direction
-    upload_bytes_per_second: (
-        float  # Rate of copies from page-locked host memory, while nothing goes the other way
-    )
-    download_bytes_per_second: (
-        float  # Rate of copies to page-locked host memory, while nothing goes the other way
-    )
+    # Rate of copies from page-locked host memory, while nothing goes the other way
+    upload_bytes_per_second: float
+    # Rate of copies to page-locked host memory, while nothing goes the other way
+    download_bytes_per_second: float
     bf16_flops_per_second: float  # Peak of dense bf16 matrix products with fp32 accumulation
     compute: ComputeRates  # Rates of products, attention, and memory
     like: str | None  # Name of the preset of whose peak these are the same parts; None if they are this GPU's

@@ -105,9 +105,8 @@ class HostBuffer:
         # The kernel makes huge pages of shared memory only from small ones, and copies these. From a single one it is
         # six times as fast as from all.
         self._allocate(range(start, start + nbytes, HUGE_PAGE), PAGE)
-        self._advise(
-            _MADV_COLLAPSE, start, nbytes
-        )  # kernels without it have small pages: slower, still right
+        # Kernels without it have small pages: slower, still right
+        self._advise(_MADV_COLLAPSE, start, nbytes)
         self._allocate([start], nbytes)
         self._take(start, nbytes)
 

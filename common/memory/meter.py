@@ -25,8 +25,7 @@ class Heap:
     """Keeps free memory in this process's heap from piling up.
 
     Tensors of a few MiB that come and go leave holes that glibc does not return: 100 to 200 MiB while a hundred blocks
-    compute one after the other in 35 MiB. Returning them costs page faults, so it is done only
-    when they are many.
+    compute one after the other in 35 MiB. Returning them costs page faults, so it is done only when they are many.
 
     Args:
         slack: bytes by which the process may grow in between. Memory that stays must be allocated before.

@@ -18,9 +18,8 @@ def generation_config_of(config: PreTrainedConfig, directory: Path | None = None
         UserError: there is a file that cannot be read; what it implies would stop at other tokens.
     """
     source = directory or config.name_or_path
-    if (
-        not source or not (file := Path(source) / FILE).is_file()
-    ):  # a preset's is not that of the working directory
+    if not source or not (file := Path(source) / FILE).is_file():
+        # A preset's is not that of the working directory
         return GenerationConfig.from_model_config(config)
     try:
         return GenerationConfig.from_pretrained(file.parent, local_files_only=True)

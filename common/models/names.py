@@ -8,9 +8,8 @@ from common.errors import UserError, did_you_mean
 from common.files import preset_files
 from common.hub import is_hub_name, is_in_cache, may_download
 
-GGUF_TABLE = (
-    "gguf.json"  # In a directory that describes a GGUF file (:mod:`common.models.checkpoint.gguf_table`)
-)
+# In a directory that describes a GGUF file (:mod:`common.models.checkpoint.gguf_table`)
+GGUF_TABLE = "gguf.json"
 
 
 def check_model(name: str) -> None:
@@ -53,9 +52,8 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.suffix == ".gguf" and path.is_file():
         return path
-    if (
-        not path.is_dir() or any(path.glob("*.safetensors")) or (path / GGUF_TABLE).is_file()
-    ):  # it describes a file
+    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / GGUF_TABLE).is_file():
+        # It describes a file
         return None
     files = sorted(path.glob("*.gguf"))
     if files and files == gguf_parts(files[0]):

@@ -55,12 +55,8 @@ def load_config(model: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTr
         try:
             _refuse_unsupported(config, name)
             accept_config(config, name, has_weights=True)
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            LookupError,
-        ) as error:  # of fields that transformers lets pass
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            # Of fields that transformers lets pass
             raise UserError(
                 f"{directory / 'config.json'} cannot be understood: {on_one_line(error)}"
             ) from error

@@ -76,9 +76,8 @@ class ImageMemory:
     """Numbers of elements (not bytes) per token of a micro-batch, if all of its tokens belong to images."""
 
     working: int = 0  # Elements while the embedding runs, forward or backward
-    passed: int = (
-        0  # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
-    )
+    # Elements from pass to pass: features added between blocks (Qwen3-VL's deepstack), and gradients
+    passed: int = 0
 
 
 NO_IMAGES = ImageMemory()

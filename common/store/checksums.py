@@ -77,14 +77,12 @@ def _device_hashes(pages: "torch.Tensor") -> npt.NDArray[np.uint64]:
     return torch.cat(hashes).numpy().view(np.uint64) if hashes else np.zeros(0, np.uint64)
 
 
-_DEVICE_PAGES = (
-    256  # Pages whose words are multiplied at once: they take as many bytes again of the device's memory
-)
+# Pages whose words are multiplied at once: they take as many bytes again of the device's memory
+_DEVICE_PAGES = 256
 
 
-PartSums = npt.NDArray[
-    np.uint64
-]  # `[parts, directories]`: the checksum of each part of an extent in each directory
+# `[parts, directories]`: the checksum of each part of an extent in each directory
+PartSums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class ExtentChecksums:
             done = done + nbytes
 
     def compare(self, expected: PartSums) -> None:
-        """Compare the whole extent, of which every byte has been added, with the checksums of its parts.
+        """Compare the whole extent, of which every byte has been added, with the sum of the checksums of its parts.
 
         Raises:
             DamagedError: it is damaged; names the extent's content and the files.

@@ -37,9 +37,8 @@ class Identity:
     count: int  # Number of directories of the store
     complete: bool  # Whether the store was created completely; else it holds nothing of value
     layout: Layout  # Place of every extent
-    replaces: str = (
-        ""  # Names of the stores that this one replaces, or has replaced, with spaces between them
-    )
+    # Names of the stores that this one replaces, or has replaced, with spaces between them
+    replaces: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the identity into ``directory``, atomically."""
@@ -149,9 +148,8 @@ def find_directories(directories: Sequence[Path], writes: bool = True) -> tuple[
     lost = [
         path / name for path in ordered for name in first.layout.file_bytes() if not (path / name).exists()
     ]
-    if lost and not any(
-        (path / MANIFEST_FILE).exists() for path in ordered
-    ):  # the order in which `remove` works
+    if lost and not any((path / MANIFEST_FILE).exists() for path in ordered):
+        # The order in which `remove` works
         raise UserError(
             f"What is in {lost[0].parent} is no longer a run: it has moved, or its removal was interrupted, or it was "
             "never finished. Name the drives that it has moved to with --ssd, or begin a new run with --overwrite."
@@ -319,9 +317,8 @@ class DirectoryLock:
     ends."""
 
     def __init__(self, directories: Iterable[Path], patience: float = PATIENCE_SECONDS) -> None:
-        self.descriptors: list[
-            int
-        ] = []  # Descriptors of the locks: a process that gets them is an owner, too
+        # Descriptors of the locks: a process that gets them is an owner, too
+        self.descriptors: list[int] = []
         try:
             self.add(directories, patience)
         except BaseException:

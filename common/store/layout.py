@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 ALIGNMENT = 4096  # Bytes of a page: direct I/O needs address, offset and length in whole pages
 
-LARGEST_UNIT = (
-    4 << 20
-)  # Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls.
+# Bytes of the largest single I/O call. Larger ones gain nothing; smaller ones cost more calls.
+LARGEST_UNIT = 4 << 20
 
 LARGEST_FILE = 1 << 60  # Bytes above which a stated size is taken for damage
 

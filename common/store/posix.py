@@ -56,7 +56,8 @@ class Transfer:
 
     def __init__(self, pieces: int) -> None:
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: the drives would not notice
+        # From here on it cannot be cancelled: the drives would not notice
+        self.future.set_running_or_notify_cancel()
         self._remaining = pieces
         self._error: BaseException | None = None
         self._lock = threading.Lock()

@@ -91,9 +91,8 @@ class Store:
         throttle: Throttle | None = None,
         writes: bool = True,
     ) -> None:
-        self.id = (
-            identity.store
-        )  # Random name of the store: a manifest that names it cannot be taken for another run's
+        # Random name of the store: a manifest that names it cannot be taken for another run's
+        self.id = identity.store
         self.directories = tuple(directories)  # The directories, in the order of the stripes
         self.layout = identity.layout
         self.bytes_read = 0  # Bytes read from the drives, in whole pages

@@ -32,9 +32,8 @@ class DeviceMemory:
 
     total: int
     allocated: Callable[[], int]  # what this process has allocated through PyTorch
-    others: Callable[[], int] = lambda: (
-        0
-    )  # what is in use otherwise: contexts, NCCL's buffers, other processes
+    # What is in use otherwise: contexts, NCCL's buffers, other processes
+    others: Callable[[], int] = lambda: 0
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceMemory | None":
@@ -114,9 +113,8 @@ class CopyStreams:
 
     inward: torch.cuda.Stream
     outward: torch.cuda.Stream
-    unshard: (
-        torch.cuda.Stream
-    )  # for ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
+    # For ``unshard(async_op=True)``; one, as PyTorch caches freed memory by stream
+    unshard: torch.cuda.Stream
     # Copies that may not have ended: what each reads from, the stream that gets that memory back, and the copy's end
     pending: list[tuple[torch.Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(default_factory=list)
 
@@ -171,9 +169,8 @@ class CachedGroup:
     is_secondary: bool  # whether it belongs to the secondary partition, kept from forward to backward
     block: int  # number of ranks that together hold one copy of the parameters
     nbytes: int
-    in_host: (
-        bool  # whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
-    )
+    # Whether it has a place in host memory. It may still be on the device, if the tier is adaptive.
+    in_host: bool
     bits: Bits | None  # bits per element that it is quantized to; None: it is not
 
 

@@ -103,9 +103,8 @@ class StagedAllGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[ranks * c]``, whose part ``input_tensor`` ``[c]`` this rank has."""
-        if (
-            group.size() != self._ranks
-        ):  # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
+        if group.size() != self._ranks:
+            # FSDP2's own shards after the forward pass: reshard_after_forward=<number>
             return cast("dist.Work | None", all_gather(output_tensor, input_tensor, group, async_op=async_op))
         if async_op and self._streams is not None:
             # On the stream of the computation, as FSDP2 asks for it here, nothing would overlap with that.
@@ -195,8 +194,7 @@ class StagedAllGather:
     def _start(self, levels: Sequence[CommLevel], number: int, cells: torch.Tensor) -> Wait:
         if number >= len(levels):
             return nothing
-        level = levels[
-            number
-        ]  # rows [blocks, ranks of the axis, c]: ranks with this one's place on faster axes
+        # Rows [blocks, ranks of the axis, c]: ranks with this one's place on faster axes
+        level = levels[number]
         stride = level.axis.stride
         return level.gather(cells.view(-1, level.size, stride, cells.size(1))[:, :, self._rank % stride])

@@ -108,7 +108,8 @@ class HoRing:
 # Cells travel in pieces, so that each is quantized or dequantized while others travel. Groups that FSDP2 gathers as
 # plain bytes (mixed dtypes) are not quantized.
 
-PIECES = 4  # most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer
+# Most pieces that a cell is cut into: all but one of them overlap, and each costs a message to every peer
+PIECES = 4
 SMALLEST_PIECE = 1 << 14  # fewest elements of a piece, unless the cell is smaller
 
 

@@ -41,9 +41,8 @@ class ReduceLevels:
     reduce: Sequence[CommLevel]  # axes inside G's scope
     finish: Sequence[CommLevel]  # axes from G's scope to OS's
     replicate: Sequence[CommLevel]  # axes between the replicas of OS's shards
-    gather_back: Sequence[
-        CommLevel
-    ]  # the axes of ``replicate``, slowest first, with process groups for gathers
+    # The axes of ``replicate``, slowest first, with process groups for gathers
+    gather_back: Sequence[CommLevel]
 
 
 class StagedReduction:
@@ -80,9 +79,8 @@ class StagedReduction:
             raise FinetuneError(
                 f"Gradients are reduced with {op}, but what is installed here sums and averages only."
             )
-        if (
-            op == dist.ReduceOp.PREMUL_SUM
-        ):  # NCCL's, by ``set_gradient_divide_factor``; only pickling shows its factor
+        if op == dist.ReduceOp.PREMUL_SUM:
+            # NCCL's, by ``set_gradient_divide_factor``; only pickling shows its factor
             input_tensor.mul_(float(op.__getstate__()[1]))
         cells = input_tensor.view(-1, output_tensor.numel())
         total = self._accumulate(scatter(cells, self._levels.reduce, average))

@@ -25,9 +25,8 @@ from fcdp.strategy.strategy import Ring, StrategyMeshes
 class Link:
     """A link between the groups of a level."""
 
-    bytes_per_second: (
-        float  # of one rank, one way, while all ranks send: a node's network cards divided by its ranks
-    )
+    # Of one rank, one way, while all ranks send: a node's network cards divided by its ranks
+    bytes_per_second: float
     latency_seconds: float  # latency of one step of a ring
 
 
@@ -163,16 +162,14 @@ class Cluster:
     levels: Levels
     device_memory_bytes: int  # memory of one device
     host_memory_bytes: int  # host memory of one node
-    flops_per_second: (
-        float  # FLOPs per second of one device while nothing waits for the network, if `compute` is None
-    )
+    # FLOPs per second of one device while nothing waits for the network, if `compute` is None
+    flops_per_second: float
     memory_bytes_per_second: float  # bandwidth of the device's own memory, which bounds an optimizer step
     host_link_bytes_per_second: float  # to or from host memory, while all devices of the node copy
     rates: AlphaBeta | MeasuredRates
     peak_flops_per_second: float | None = None  # of dense bf16 products, if known
-    compute: ComputeRates | None = (
-        None  # rates of the parts of computing; None: one rate was measured for all of it
-    )
+    # Rates of the parts of computing; None: one rate was measured for all of it
+    compute: ComputeRates | None = None
     overlaps: bool = True  # whether devices compute while they communicate, as CPUs do not
     leaf_of_node: tuple[int, ...] | None = None  # if known
 

@@ -177,9 +177,8 @@ class Estimate:
     intra_node_bytes: float  # bytes that the ranks of a node send to each other per step
     compute_seconds: float  # seconds of computing per step, without waiting for anything
     step_seconds: float
-    mfu: (
-        float | None
-    )  # the model's FLOPs, without recomputation, over what the device's peak allows, if that is known
+    # The model's FLOPs, without recomputation, over what the device's peak allows, if that is known
+    mfu: float | None
     fits: bool
 
     @property

@@ -103,8 +103,8 @@ def measure_computing(
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     per_flop, update, per_byte = slowest.tolist()
     return {
-        "flops_per_second": 1
-        / per_flop,  # forward and backward with recomputation, head and embedding included
+        # Forward and backward with recomputation, head and embedding included
+        "flops_per_second": 1 / per_flop,
         "memory_bytes_per_second": OPTIMIZER_BYTES * _OPTIMIZER_ELEMENTS / update,
         "host_link_bytes_per_second": 1 / per_byte,  # in the slower direction
     }
@@ -117,9 +117,8 @@ def measure_collectives(
     if sizes is None:
         sizes = (*SIZES, 4 * SIZES[-1]) if topology.device.type == "cuda" else SIZES
     scopes = [scope.on(topology.levels) for scope in scopes_of(topology.levels)]
-    blocks: dict[
-        Mesh, tuple[int, int]
-    ] = {}  # every mesh between two scopes, with the sizes of blocks at its ends
+    # Every mesh between two scopes, with the sizes of blocks at its ends
+    blocks: dict[Mesh, tuple[int, int]] = {}
     for inner, outer in itertools.permutations(scopes, 2):
         if outer.holds(inner):
             blocks.setdefault(outer.over(inner), (inner.shards, outer.shards))

@@ -38,9 +38,8 @@ def scopes_of(levels: Levels) -> list[Scope]:
     texts = [f"{ranks}x1" for ranks in range(1, node + 1)] + [
         f"{node}x{nodes}" for nodes in range(2, levels.nodes + 1)
     ]
-    letters = {
-        Scope(letter).on(levels): Scope(letter) for letter in "GIN"
-    }  # N last: on one rank all are the same
+    # N last: on one rank all are the same
+    letters = {Scope(letter).on(levels): Scope(letter) for letter in "GIN"}
     scopes = []
     for text in texts:
         with contextlib.suppress(UserError):

@@ -43,9 +43,8 @@ class Workload:
     expert_flops_per_token: float = 0.0
     head_flops_per_token: float = 0.0
     causal_flops_per_token: float = 0.0
-    moved_bytes: float = (
-        0.0  # bytes per token that all blocks' forward passes read and write between products
-    )
+    # Bytes per token that all blocks' forward passes read and write between products
+    moved_bytes: float = 0.0
     compiled: bool = False  # whether blocks are compiled, which saves most of these
     seq_len: int = 1
     micro_batch: int = 1  # sequences that a rank computes at once
@@ -54,16 +53,13 @@ class Workload:
     largest_unit: float = 0.0  # parameters of the largest unit; 0: all are alike
     compute_bytes: float = 2.0  # bytes of one parameter in a gather that is not quantized
     gradient_bytes: float = 2.0  # bytes of one gradient in a reduction that is not quantized
-    micro_batches: int = (
-        1  # number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
-    )
-    router_loss: bool = (
-        False  # whether the loss has a router loss, which is known once all of a batch has gone forward
-    )
+    # Number of micro-batches that accumulate before the optimizer steps: s in PaRO, M in AMSP
+    micro_batches: int = 1
+    # Whether the loss has a router loss, which is known once all of a batch has gone forward
+    router_loss: bool = False
     cache_threshold: float = 0.9  # part of device memory up to which an adaptive cache keeps shards there
-    deepspeed_states: bool = (
-        False  # P, G, and OS take 2, 2, and 12 bytes over their scopes, as the papers count them
-    )
+    # P, G, and OS take 2, 2, and 12 bytes over their scopes, as the papers count them
+    deepspeed_states: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= self.parameters:
@@ -173,9 +169,8 @@ def _block_activation_bytes(config: PreTrainedConfig, gated: bool) -> float:
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     norms = 2 * hidden
     rows = hidden
-    if (
-        visited := getattr(config, "num_experts_per_tok", None)
-    ) is not None:  # a copy of each token for every expert
+    if (visited := getattr(config, "num_experts_per_tok", None)) is not None:
+        # A copy of each token for every expert
         inner = visited * (getattr(config, "moe_intermediate_size", None) or inner)
         rows += 2 * visited * hidden
     mlp = rows + (4 if gated else 2) * inner
@@ -201,9 +196,8 @@ class Collective:
     purpose: str  # description for people: ``gather P, forward``
     operation: Operation
     mesh: Mesh  # ranks of the group by level
-    nbytes: (
-        float  # of the whole buffer, of all units together: the result of a gather, the input of a reduction
-    )
+    # Of the whole buffer, of all units together: the result of a gather, the input of a reduction
+    nbytes: float
     times: int  # number of runs per step
     phase: Phase
     ring: Ring

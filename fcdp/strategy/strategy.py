@@ -195,9 +195,8 @@ class Routes:
     secondary: tuple[Axis, ...]  # P from the secondary partition, in the backward pass
     reduce: tuple[Axis, ...]  # axes along which G is reduced over its scope, by every micro-batch
     finish: tuple[Axis, ...]  # axes along which G is reduced to OS's scope, once per step
-    replicate: tuple[
-        Axis, ...
-    ]  # axes along which G is reduced over the replicas of OS's shards, once per step
+    # Axes along which G is reduced over the replicas of OS's shards, once per step
+    replicate: tuple[Axis, ...]
 
     @classmethod
     def of(cls, layout: StrategyMeshes) -> "Routes":

@@ -105,9 +105,8 @@ class Topology:
                 "torchrun, or give the numbers: Topology(nodes=..., ranks_per_node=...)."
             )
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-        chosen = _choose_device(
-            device, None, dist.get_rank() % local_world
-        )  # first: NCCL exchanges on that device
+        # First: NCCL exchanges on that device
+        chosen = _choose_device(device, None, dist.get_rank() % local_world)
         _agree((local_world,))
         nodes = dist.get_world_size() // local_world
         if levels is None and (device is None or chosen.type == "cuda"):

@@ -167,9 +167,8 @@ def checked_user_state(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-CLUSTER = (
-    "cluster"  # Key in a manifest under which a run of several ranks says which of them the store belongs to
-)
+# Key in a manifest under which a run of several ranks says which of them the store belongs to
+CLUSTER = "cluster"
 
 
 class Commits:
@@ -262,9 +261,8 @@ class Commits:
         if not alone:
             self._agreement.all_gather_at_commit(task.step)
         self.committed_step = task.step
-        for old in [
-            step for step in list(self._states) if step <= task.step
-        ]:  # the caller adds to it meanwhile
+        for old in [step for step in list(self._states) if step <= task.step]:
+            # The caller adds to it meanwhile
             del self._states[old]
 
     def seal(self) -> None:

@@ -71,9 +71,8 @@ class StoreReader:
         yield from _joined(itertools.chain.from_iterable(slots))
 
     def _parameters(self, record: Record) -> torch.Tensor:
-        stored = HostBuffer(record.device_nbytes).tensor(
-            torch.uint8, 0, record.device_nbytes
-        )  # on huge pages
+        # On huge pages
+        stored = HostBuffer(record.device_nbytes).tensor(torch.uint8, 0, record.device_nbytes)
         part = stored[record.first_byte : record.first_byte + record.parameter_nbytes]
         checked = self._sums.checked(record.index, "parameters", self._slot(record))
         self._store.read(checked, part.numpy()).result()
@@ -188,9 +187,8 @@ class StoreExporter:
                 unties,
             )
         used_together: dict[object, set[int]] = {}
-        for visit in self._layout.visits(
-            train=False
-        ):  # where embedding and head are tied, both use one record
+        for visit in self._layout.visits(train=False):
+            # Where embedding and head are tied, both use one record
             key = visit.record if visit.part is None else ("block", visit.layer)
             used_together.setdefault(key, set()).update(visit.records)
         for indices in advancing(used_together.values()):

@@ -27,9 +27,8 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     """
     reader = _SlotReader(source)
     free = {kind: deque(range(_pairs_of_buffers(plane, kind))) for kind in Kind}
-    writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {
-        kind: deque() for kind in Kind
-    }  # the oldest first
+    # The oldest first
+    writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {kind: deque() for kind in Kind}
 
     def wait_for_oldest(kind: Kind) -> None:
         buffer, written = writing[kind].popleft()
@@ -101,9 +100,8 @@ class _SlotReader:
 
     def __init__(self, source: WeightSource):
         self.source = source
-        self._cut: dict[
-            str, torch.Tensor
-        ] = {}  # Parameters whose later experts are still to come, by first name
+        # Parameters whose later experts are still to come, by first name
+        self._cut: dict[str, torch.Tensor] = {}
 
     def read(self, record: Record, slots: Sequence[ParameterSlot]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the values of these ``slots`` of a record, in ranges, each with the element at which it begins.

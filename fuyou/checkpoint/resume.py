@@ -219,9 +219,8 @@ class _Resumption:
             return False
         for turn in range(self._share.world_size):  # several ranks may see the same
             if turn == self._rank:
-                for path in filter(
-                    Path.is_dir, superfluous
-                ):  # first of all: without its manifest it is nothing
+                for path in filter(Path.is_dir, superfluous):
+                    # First of all: without its manifest it is nothing
                     (path / MANIFEST_FILE).unlink(missing_ok=True)
                     sync_directory(path)
                 for path in superfluous:

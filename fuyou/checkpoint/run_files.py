@@ -35,9 +35,8 @@ class RunFiles:
     store: Store
     state: TrainingState  # State that the store holds, or will hold when it is filled
     run: str  # Random name of the run, equal on all ranks; empty with a single one
-    sums: dict[Extent, PartSums] = field(
-        default_factory=dict
-    )  # Checksums of the parts of every extent of the state
+    # Checksums of the parts of every extent of the state
+    sums: dict[Extent, PartSums] = field(default_factory=dict)
 
     def close(self) -> None:
         with self.lock:

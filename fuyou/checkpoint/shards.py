@@ -46,9 +46,8 @@ class LocalShard:
     nodes: int  # Number of nodes of the run
     ranks_per_node: int
     rank: int  # Rank that the store belongs to
-    steps: Sequence[
-        int
-    ]  # Steps that it could continue from, newest first; empty if directories of it are missing
+    # Steps that it could continue from, newest first; empty if directories of it are missing
+    steps: Sequence[int]
     replaces: Sequence[str]  # Identities of the stores that it replaces, or has replaced
     # IN_PLACE: where its finder's store is to be, or next to it. IN_FOLDERS: in some of these folders, or of those to
     # leave. OF_RUN: elsewhere, and certainly of the run to continue. SIBLING: another rank's, maybe of another run.

@@ -22,9 +22,8 @@ from fuyou.layout.share import Share
 from fuyou.runtime.ranks import Agreement
 from fuyou.schedule.memory_plan import chunk_elements
 
-PIECE_ELEMENTS = (
-    4 << 20
-)  # Elements of a record that are moved at once; a multiple of a page's, at two bytes each
+# Elements of a record that are moved at once; a multiple of a page's, at two bytes each
+PIECE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ def _write(run: OpenRun, directory: Path, merge: bool, writes: bool, allow_nonfi
                 exporter.checkpoint(directory / MERGED, dtype)
         except NonFiniteWeights as error:
             refused = error
-        exporter.adapter(
-            directory, write=refused is None
-        )  # whose records all ranks of the node read together
+        # Whose records all ranks of the node read together
+        exporter.adapter(directory, write=refused is None)
         if refused is not None:
             raise refused

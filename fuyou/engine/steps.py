@@ -386,9 +386,8 @@ class Steps:
     def _fit(self, batch: TrainingBatch, loss: LossInputs = ENGINE_LOSS) -> None:
         """See that there are buffers in which the batch has room, on every rank: all or none make theirs again."""
         runtime = self._run.runtime
-        in_chunks = batch.size[1] > (
-            runtime.memory_plan.batch.chunk or batch.size[1]
-        )  # attention makes no mask then
+        # Attention makes no mask then
+        in_chunks = batch.size[1] > (runtime.memory_plan.batch.chunk or batch.size[1])
         local = Room(*batch.size, batch.images, batch.padded and not in_chunks, loss.outputs, loss.reference)
         of_all = self._run.agreement.all_gather_object(local)
         needed = Room(*map(max, zip(runtime.room, *of_all, strict=True)))

@@ -156,9 +156,8 @@ class _Forward:
         if getattr(getattr(replaced, "__func__", replaced), "__closure__", None) is not None:
             told = inspect.getclosurevars(getattr(replaced, "__func__", replaced)).nonlocals
             model._streamed.temperature = float(told.get("temperature", model._streamed.temperature))
-            if (
-                not model._is_reference
-            ):  # whose pass is as the model's, so that equal weights give equal numbers
+            if not model._is_reference:
+                # Whose pass is as the model's, so that equal weights give equal numbers
                 model._streamed.fused = tuple(told.get("outputs", model._streamed.fused))
 
 

@@ -78,9 +78,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         optimizer = self._engine._run.config.optimizer.optimizer
         asked = str(getattr(args.optim, "value", args.optim))
-        if not asked.removeprefix("paged_").startswith(
-            "adamw"
-        ):  # others by that name (GaLore's, APOLLO's) are not it
+        if not asked.removeprefix("paged_").startswith("adamw"):
+            # Others by that name (GaLore's, APOLLO's) are not it
             raise UserError(
                 f"optim={asked!r}: the engine was opened with optimizer={optimizer!r}. Leave optim out."
             )

@@ -23,9 +23,8 @@ class Phase(Enum):
     BLOCK_BACKWARD = "backward"
     EMBED_BACKWARD = "embedding backward"
 
-    __hash__ = (
-        object.__hash__
-    )  # there is one object for each member; Enum's own hash runs in Python, millions of times
+    # There is one object for each member; Enum's own hash runs in Python, millions of times
+    __hash__ = object.__hash__
 
 
 BEFORE_HEAD_PHASES = frozenset({Phase.EMBED_FORWARD, Phase.BLOCK_FORWARD})  # Phases before the head
@@ -163,9 +162,8 @@ class KeyMemory:
     gradients: int = 0  # Sums of their gradients
     computing: int = 0  # What a later chunk makes of them
     arguments: int = 0  # What blocks are called with, next to hidden states
-    pairs: int = (
-        0  # For each query and key: what the family's own attention makes of them; 0: tiles are computed
-    )
+    # For each query and key: what the family's own attention makes of them; 0: tiles are computed
+    pairs: int = 0
     masks: int = 0  # For each query and key: masks
     states: int = 0  # For each chunk, not for each token: states that the next one begins with
     state_gradients: int = 0  # Once: their gradients
@@ -192,9 +190,8 @@ class ModelLayout:
     tower: int | None = None  # Index of the record of frozen towers, which the embedding uses
     block_adapter_memory: AdapterMemory = NO_ADAPTERS  # Of adapters in the block that needs the most
     non_block_adapter_memory: AdapterMemory = NO_ADAPTERS  # By tokens that go through the head at once
-    hidden_size: int = (
-        0  # Elements of the hidden states between blocks, per token; 0: as in the configuration
-    )
+    # Elements of the hidden states between blocks, per token; 0: as in the configuration
+    hidden_size: int = 0
     carried_bytes: Callable[[int], int] = no_bytes  # Device bytes per row passed on besides hidden states
     key_memory: Callable[[], KeyMemory] = KeyMemory  # Of the block that needs the most
     image_memory: ImageMemory = NO_IMAGES  # Memory of images, per token, in batches with images
@@ -205,9 +202,8 @@ class ModelLayout:
     router_experts: int = 0  # Number of experts of routers whose loss is added; otherwise 0
     orders: tuple[PieceOrder, ...] = ()  # For each block, the order of its pieces; empty if all are whole
     piece_bytes: int | None = None  # Requested size of the largest piece; None: blocks are not in pieces
-    widened: int = (
-        0  # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
-    )
+    # Weights of a compressed checkpoint in the compute dtype: pieces would cut their tensors
+    widened: int = 0
     read_whole: int = 0  # Elements (up to 4 bytes) in memory while filling, if rows are not read alone
 
     @property
@@ -377,9 +373,8 @@ class Recomputation:
 
     layers: frozenset[int] = frozenset()  # Blocks that save outputs of operators besides their input
     saved: float = 0.0  # Fraction of the forward pass's FLOPs that is not computed again in these blocks
-    unneeded: float = (
-        0.0  # Fraction that is not computed again in all other blocks: what no backward pass reads
-    )
+    # Fraction that is not computed again in all other blocks: what no backward pass reads
+    unneeded: float = 0.0
 
     def saving_nothing(self) -> "Recomputation":
         """Return it for blocks that save their input alone."""

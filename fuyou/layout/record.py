@@ -49,9 +49,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # Dtypes by the names 
 class Precision:
     """Dtypes of parameters, gradients, and optimizer states."""
 
-    dtype: (
-        torch.dtype
-    )  # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
+    # Dtype of forward and backward pass: bfloat16 (with split fp32 master weights) or float32
+    dtype: torch.dtype
     optimizer: str = ADAMW  # Name of the optimizer, which decides what is kept of each parameter
 
     @classmethod
@@ -124,7 +123,8 @@ class Kind(Enum):
 
     BLOCK = "block"  # Parameters of a block: all of them, or those that are frozen
     NON_BLOCK = "outer"  # Parameters outside the blocks; may be many times larger than a block
-    ADAPTER = "adapter"  # Trained parameters of a block, the embeddings or the head whose other parameters are frozen
+    # Trained parameters of a block, the embeddings or the head whose other parameters are frozen
+    ADAPTER = "adapter"
     TOWER = "tower"  # Frozen parameters of towers (image encoders), which stay on the device
 
     __hash__ = object.__hash__  # as of Phase
@@ -147,9 +147,8 @@ class Record:
     decayed: int  # Elements of the part with weight decay, padding included
     numel: int  # Elements of the whole record, padding included
     frozen: FrozenDtype = FrozenDtype.PLAIN  # Format in which it is stored, if it is frozen
-    share: Share = (
-        ALONE  # Share of this rank. With several ranks, the record is padded so that all have equal parts.
-    )
+    # Share of this rank. With several ranks, the record is padded so that all have equal parts.
+    share: Share = ALONE
 
     @staticmethod
     def build(
@@ -391,10 +390,8 @@ class Record:
         return {
             "name": self.name,
             "kind": self.kind.value,
-            "dtypes": [
-                str(self.precision.dtype).removeprefix("torch."),
-                "float32",
-            ],  # the second: of moments, once
+            # The second: of moments, once
+            "dtypes": [str(self.precision.dtype).removeprefix("torch."), "float32"],
             **({"optimizer": self.precision.optimizer} if self.precision.optimizer != ADAMW else {}),
             "trainable": self.trainable,
             "frozen": self.frozen.value,

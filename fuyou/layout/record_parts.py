@@ -132,7 +132,8 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 # Elements that share a scale where moments have 8 bits. A parameter begins with a block, so none holds values of two:
 # what one parameter's moments are rounded to does not depend on another's.
 BLOCK_ELEMENTS = ALIGN_ELEMENTS
-LOW = "low"  # Name of the component with the low bits of split master weights: the first one, where there is one
+# Name of the component with the low bits of split master weights: the first one, where there is one
+LOW = "low"
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ def chunk_survey(stack: StreamedModel) -> ChunkSurvey:
         _SURVEYS[stack] = ChunkSurvey()
         for dense in (False, True) if not (stack.links.carried or stack.links.shared) else ():
             stack.masks_chunks = dense
-            with contextlib.suppress(
-                Exception
-            ):  # of a family's code, which may want another kind of cache, or a mask
+            with contextlib.suppress(Exception):
+                # Of a family's code, which may want another kind of cache, or a mask
                 _SURVEYS[stack] = _survey(stack)
                 break
     return _SURVEYS[stack]

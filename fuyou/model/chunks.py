@@ -30,9 +30,8 @@ class BlockKeys:
     """Shapes of what one block keeps of a row: of each token, its keys and its values, in the order in which it adds
     them, and of each chunk the states that it leaves for the next one."""
 
-    shapes: tuple[
-        tuple[int, ...], ...
-    ]  # Of each part, for one token: the dimension before the last counts tokens
+    # Of each part, for one token: the dimension before the last counts tokens
+    shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     states: tuple[tuple[State, tuple[int, ...], torch.dtype], ...] = ()
 
@@ -130,9 +129,8 @@ class RowKeys:
     gradients: tuple[torch.Tensor, ...] | None  # Sums of their gradients, in a backward pass
     earlier: dict[State, torch.Tensor]  # States that the chunk before has left
     later: dict[State, torch.Tensor]  # States that this chunk leaves
-    passed: (
-        dict[State, torch.Tensor] | None
-    )  # Gradients of these, then of the earlier ones, in a backward pass
+    # Gradients of these, then of the earlier ones, in a backward pass
+    passed: dict[State, torch.Tensor] | None
 
 
 class _Layers(list[Any]):
@@ -160,9 +158,8 @@ class ChunkCache(DynamicCache):
         self.length = length
         self.bounds = bounds or (0, length)
         self.row: RowKeys | None = None  # Of the block that is running
-        self.seen: list[
-            torch.Tensor
-        ] = []  # Keys and values that the block has added without a row to add them to
+        # Keys and values that the block has added without a row to add them to
+        self.seen: list[torch.Tensor] = []
         self.on_seen: Callable[[], None] = lambda: None  # Called after each of them
         self.left: dict[State, torch.Tensor] = {}  # States that it has left for the next chunk
         self._taken: dict[State, torch.Tensor] = {}  # States of the chunk before that it has taken

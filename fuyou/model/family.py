@@ -143,9 +143,8 @@ def shifts_labels(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             try:
                 output = model(input_ids=ids, labels=labels, use_cache=False)
-            except (
-                Exception
-            ):  # some families' code for inference does not run where that for training does (xLSTM's)
+            except Exception:
+                # Some families' code for inference does not run where that for training does (xLSTM's)
                 output = model.train()(input_ids=ids, labels=labels, use_cache=False)
     finally:
         model.train(was_training)

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import UserError
 from common.models.adapters.adapted_model import AdaptedModel
+from common.models.adapters.options import WITHOUT_EFFECT
 from common.models.checkpoint.compressed.formats import method_of
 from common.models.checkpoint.compressed.parameters import CompressedParameter
 from common.models.checkpoint.random_source import RandomSource
@@ -101,9 +102,8 @@ class OpenModel(AdaptedModel):
         length = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         for name, module in self.stack.model.named_modules():
             is_table = name.endswith(("position_embeddings", "embed_positions", "wpe"))
-            if (
-                is_table and isinstance(module, nn.Embedding) and positions_in(module) == length
-            ):  # not that of images
+            if is_table and isinstance(module, nn.Embedding) and positions_in(module) == length:
+                # Not that of images
                 return module
         return None
 
@@ -129,7 +129,7 @@ class OpenModel(AdaptedModel):
         if self.adapters is not None:  # scaling and dropout are part of the computation, and of no record
             settings = self.adapters.config.to_dict()
             adapted = {
-                name: same_text(settings[name]) for name in sorted(settings) if name not in _NOT_COMPUTED
+                name: same_text(settings[name]) for name in sorted(settings) if name not in WITHOUT_EFFECT
             }
         return fingerprint(self.layout.records, adapted)
 
@@ -159,17 +159,6 @@ class OpenModel(AdaptedModel):
                 "leave it out."
             )
         return compressed
-
-
-# Settings of an adapter that do not change what it computes.
-_NOT_COMPUTED = {
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "peft_version",
-    "auto_mapping",
-    "task_type",
-}
 
 
 def same_text(value: object) -> str:

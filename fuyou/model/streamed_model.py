@@ -92,24 +92,20 @@ class StreamedModel:
                     self._owners[f"{prefix}.{name}" if prefix else name] = (module, name, parameter)
         self._carried_bytes: dict[int, int] = {}
         self.links = BlockLinks()  # Links between blocks, next to hidden states
-        self.before: frozenset[nn.Module] = (
-            frozenset()
-        )  # Modules that run before the blocks and use parameters
+        # Modules that run before the blocks and use parameters
+        self.before: frozenset[nn.Module] = frozenset()
         self.hidden_size = 0  # Elements of the hidden states, per token
         self.token_dim = 1  # Dimension of the hidden states that counts tokens
         arguments = inspect.signature(model.forward).parameters
-        self._cache_name = (
-            "cache_params" if "cache_params" in arguments else "past_key_values"
-        )  # as Mamba calls it
+        # As Mamba calls it
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._takes_positions = takes_positions(model)
         self._configurations = configurations(model)
         self.kernels = AttentionKernels(model.config, model.dtype, device)  # Those that all passes may take
-        self.masks_chunks = (
-            False  # Whether chunks attend by the family's own code, with a mask of queries and keys
-        )
-        if hasattr(
-            model.config, "max_inference_chunksize"
-        ):  # xLSTM would call all blocks once per part of a long row
+        # Whether chunks attend by the family's own code, with a mask of queries and keys
+        self.masks_chunks = False
+        if hasattr(model.config, "max_inference_chunksize"):
+            # XLSTM would call all blocks once per part of a long row
             model.config.max_inference_chunksize = sys.maxsize
         rotate_by_document(model)
         self._survey()
@@ -358,9 +354,8 @@ class StreamedModel:
             key = calls.key_of(leaf)  # of what a block makes
             return probe.values[key] if key in probe.values else leaf.to("meta")
 
-        leaves = {
-            id(leaf): leaf for leaf in tree_leaves(calls.arguments)
-        }  # what blocks share remains one tensor
+        # What blocks share remains one tensor
+        leaves = {id(leaf): leaf for leaf in tree_leaves(calls.arguments)}
         moved = {identity: on_meta(leaf) for identity, leaf in leaves.items()}
         calls.arguments = tree_map(lambda leaf: moved[id(leaf)], calls.arguments)
         return calls

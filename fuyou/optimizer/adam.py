@@ -62,9 +62,8 @@ class UpdateRange:
 
     start: int
     stop: int
-    missed: (
-        int  # Number of steps in which these parameters had no gradient: bias correction does not count them
-    )
+    # Number of steps in which these parameters had no gradient: bias correction does not count them
+    missed: int
 
 
 def adamw(

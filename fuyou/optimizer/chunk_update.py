@@ -38,9 +38,8 @@ class ChunkOptimizer:
         self._elements = PASS_ELEMENTS * torch.get_num_threads()
         self._memory = HostBuffer(8 * self._elements).touch()
         self._master = self._memory.tensor(torch.float32, 0, self._elements)
-        self._scratch = self._memory.tensor(
-            torch.int32, 4 * self._elements, self._elements
-        )  # reused for each purpose
+        # Reused for each purpose
+        self._scratch = self._memory.tensor(torch.int32, 4 * self._elements, self._elements)
         self._moments = [torch.empty(self._elements if optimizer != ADAMW else 0) for _ in MOMENT_CODES]
 
     @torch.inference_mode()  # saves the bookkeeping of views and versions: 3% of the time

@@ -11,9 +11,8 @@ import torch
 from common.mixed_sum import add_to_wider
 from fuyou.layout.record import Record
 
-_NORM_ELEMENTS = (
-    1 << 17
-)  # Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
+# Elements per pass when squares are summed on a CPU: as float64 they stay in the cache
+_NORM_ELEMENTS = 1 << 17
 _CUDA_NORM_ELEMENTS = 1 << 23  # Elements per pass on a GPU, where CUDA makes a float64 copy
 _ROUNDING_ELEMENTS = 1 << 24  # Elements per pass when a sum is rounded in place
 

@@ -108,9 +108,8 @@ MOMENT_CODES = (MomentCode(signed=True), MomentCode(signed=False))  # The codes 
 class OptimizerStates(NamedTuple):
     """Parameters and their optimizer states: flat tensors ``[n]``, which an update changes."""
 
-    parameter: (
-        torch.Tensor
-    )  # bf16 part of the split master weights, or the fp32 master weights if `low` is None
+    # Bf16 part of the split master weights, or the fp32 master weights if `low` is None
+    parameter: torch.Tensor
     low: torch.Tensor | None  # Low bits of the master weights, int16 or int8
     moments: tuple[torch.Tensor, ...]  # Running means, in the order of their names: fp32, or codes, uint8
     scales: tuple[torch.Tensor, ...] = ()  # Scales of codes, fp32 `[n / 128]` for each moment

@@ -21,7 +21,8 @@ from fuyou.pieces.expert_adapters import Factors, replaced_forward, tensors_of
 from fuyou.pieces.run import PieceSource, Use, current_supply
 
 _put = torch.ops.aten._index_put_impl_
-_VECTOR = 64  # Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers
+# Elements, or a divisor's multiple, that a CPU's kernels compute at once: two registers of 16-bit numbers
+_VECTOR = 64
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,8 @@ class Origin:
 class Handle(torch.Tensor):
     """A tensor without memory that represents a parameter, or a view of it."""
 
-    geometry: (
-        torch.Tensor
-    )  # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
+    # Its shape, strides, offset and dtype, as a view of the whole parameter on the meta device
+    geometry: torch.Tensor
     origin: Origin | None  # None: it represents a gradient that has been passed on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

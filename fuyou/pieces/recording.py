@@ -95,9 +95,8 @@ def record(stack: StreamedModel, layer: int, pieces: Sequence[Piece], backward: 
     handles = PieceHandles(stack, layer, pieces, trained, lambda part, gradient: None, hidden.device)
     with on_meta(block), handles.bound(), supplying(recorder), torch.set_grad_enabled(backward):
         before = _tensors_held(block)
-        with (
-            contextlib.nullcontext() if backward else recorder.live
-        ):  # only forward passes are parked together
+        with contextlib.nullcontext() if backward else recorder.live:
+            # Only forward passes are parked together
             result = block(hidden, *args, **kwargs)
         if _tensors_held(block).keys() - before.keys():
             raise UserError(

@@ -122,9 +122,8 @@ class PieceRun(Generic[T]):
     ):
         self.random_state = random_states(device) if random_state is None else random_state
         """States of the generators where the pass is now: the CPU's and, on a GPU, its own."""
-        self.wanted: int | None = (
-            None  # Piece that the pass waits for; None before it has begun and when it has ended
-        )
+        # Piece that the pass waits for; None before it has begun and when it has ended
+        self.wanted: int | None = None
         self.ended = False  # Whether the pass has ended
         self._work: Callable[[], T] | None = work
         self._device = device

@@ -187,9 +187,8 @@ class Evaluator:
         counted = 2 * job.block_parameters / len(job.layout.blocks) * tokens / self.trace.flops()
         forward = counted
         backward = (1 + ATTENTION_BACKWARD) * counted
-        if (
-            self.machine.compute is not None
-        ):  # attention has separate rates, at which chunks attend to earlier ones
+        if self.machine.compute is not None:
+            # Attention has separate rates, at which chunks attend to earlier ones
             kernel = self.machine.compute.flash2
             rates = self.rates
             assert rates.backward_flops_per_second is not None
@@ -320,7 +319,7 @@ class Evaluator:
         left_out = self._left_out(self._recomputation(candidate, batch))
         job = job.causal if batch.chunks > 1 else job
         recomputed = (job.hardware_flops_per_token - job.model_flops_per_token) * job.tokens
-        result = Plan(
+        return Plan(
             job,
             self.machine,
             candidate,
@@ -336,10 +335,6 @@ class Evaluator:
             saved_activation_bytes=steady.cycle[-1].saved_bytes(plan.saved_bytes),
             ssd_bytes=self._ssd_bytes(memory, updates),
         )
-        for each in (steady, clipped):
-            if each is not None:
-                each.forget_tasks()
-        return result
 
     def _ssd_bytes(self, memory: MemoryPlan, updates: UpdatePolicy) -> int:
         layout = self.job.layout

@@ -39,9 +39,8 @@ class Machine:
 
     device: str  # Name of what computes
     drives: str  # Name of the drives
-    rates: (
-        TaskRates  # Rates of its parts; reads and writes are those of all drives together, writes sustained
-    )
+    # Rates of its parts; reads and writes are those of all drives together, writes sustained
+    rates: TaskRates
     device_bytes: int  # Device memory that a run may use; on a CPU this is a part of the host's
     host_bytes: int  # Host memory that a run may use
     drive_count: int = 1

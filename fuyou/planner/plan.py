@@ -50,9 +50,8 @@ class Plan:
     written_bytes: int = 0  # Bytes written to SSD
     sent_bytes: int = 0  # Bytes sent to other nodes
     clipped_seconds: float | None = None  # Seconds of a clipped step that updates twice
-    update_seconds: float = (
-        0.0  # Seconds of work of the updates of one step: what deferring some of them could move
-    )
+    # Seconds of work of the updates of one step: what deferring some of them could move
+    update_seconds: float = 0.0
     saved_flops: float = 0.0  # FLOPs that a step leaves out of the recomputation of all blocks
     saved_activation_bytes: int = 0  # Bytes of saved activations of one step, beyond the blocks' inputs
     ssd_bytes: int = 0

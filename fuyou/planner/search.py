@@ -22,22 +22,20 @@ from fuyou.schedule.tasks import Resource
 FRACTIONS = {0.0: (), 1 / 8: (1 / 16, 3 / 16), 1 / 4: (3 / 16, 3 / 8, 1 / 2)}
 NEAR = 1.005  # A step within this factor of its largest bound has nothing to gain from any other schedule
 ALIKE = 1.01  # Micro-batches of two sizes are alike if their steps take equally long up to this factor
-IDLE = (
-    1 / 3
-)  # Updates are no reason to wait where all that they use is busy for less than this fraction of a step
+# Updates are no reason to wait where all that they use is busy for less than this fraction of a step
+IDLE = 1 / 3
 SLOWER = 1.1  # A step may take up to this factor longer to write less
 WORTH = 0.002  # Gains below this fraction of a step are not worth other costs (gradients that wait take host memory)
 
 
 def search(job: TrainingJob, machine: Machine) -> Plan:
     """Return the fastest way to run ``job`` on ``machine``, by simulating the task lists, or what is missing."""
-    with no_garbage_collection():
-        evaluator = Evaluator(job, machine)
-        try:
-            best = choose(evaluator)
-        except UserError as error:
-            return Plan(evaluator.job, machine, missing=(str(error),), ssd_bytes=evaluator.job.record_bytes)
-        points = frontier(evaluator)
+    evaluator = Evaluator(job, machine)
+    try:
+        best = choose(evaluator)
+    except UserError as error:
+        return Plan(evaluator.job, machine, missing=(str(error),), ssd_bytes=evaluator.job.record_bytes)
+    points = frontier(evaluator)
     return replace(
         best,
         missing=missing_space(best.ssd_bytes, machine),

@@ -43,9 +43,8 @@ class TaskRates:
     commit_seconds: float = 0.005  # Seconds for `fdatasync` and the manifest
     non_block_seconds: tuple[tuple[Phase, float], ...] = ()  # Measured seconds per token, outside blocks
     finish_seconds: float = 0.0  # Seconds per block's backward visit for its gradient's norm
-    intra_node_bytes_per_second: float = float(
-        "inf"
-    )  # Bytes per second from one rank of a node to the others
+    # Bytes per second from one rank of a node to the others
+    intra_node_bytes_per_second: float = float("inf")
     inter_node_bytes_per_second: float = float("inf")  # From one rank to other nodes, while all send
     message_seconds: float = 0.0  # Seconds that every exchange between ranks takes besides its bytes
     exchanges_in_one_order: bool = False  # Whether exchanges run one at a time, in order (NCCL)
@@ -304,9 +303,8 @@ class OptimizerProcess:
             self._updating = False
             if task.target is not None:
                 self.drives.move(1, False, chunk.write_bytes, lambda: self._written(chunk))
-            elif (
-                chunk.read_bytes
-            ):  # other states stay in host memory and were read the first time: nothing to write
+            elif chunk.read_bytes:
+                # Other states stay in host memory and were read the first time: nothing to write
                 self._free += 1
                 self._read()
             if chunk.last:
@@ -379,7 +377,6 @@ class Simulator:
                     self._waiting[earlier].append(task)
                 else:
                     self._waiting[earlier] = [task]
-            task.after = []  # or every task would keep all of its ancestors alive
             self._lanes[self._lane[task.op]].append(task)
         for op in Op:
             self._advance(op)
@@ -477,11 +474,6 @@ class SteadyState:
         ends = self.simulation.step_ends[-len(self.cycle) - 1 :]
         return self._mean([end - before for before, end in itertools.pairwise(ends)])
 
-    def forget_tasks(self) -> None:
-        """Free the tasks, which schedulers refer to in cycles."""
-        for step in self.cycle:
-            step.tasks.clear()
-
     def _mean(self, values: Sequence[float]) -> float:
         total = sum(value * count for value, count in zip(values, self.repeats, strict=True))
         return total / sum(self.repeats)
@@ -539,10 +531,7 @@ def simulate(
             lists[-1].tasks[:0] = resolved
             resolved = scheduler.resolve_speculation(step, clipped).tasks if clipped is not None else []
         simulator = Simulator(layout.records, rates, plan.ring_chunks, plan.chunk_elements)
-        steady = SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
-    for past in lists[:-length]:
-        past.tasks.clear()
-    return steady
+        return SteadyState(simulator.run(lists), tuple(lists[-length:]), tuple(repeats))
 
 
 @contextmanager

@@ -48,20 +48,17 @@ class TrainingJob:
     micro_batch: int | None = None  # Sequences that are computed at once; None leaves it to the planner
     chunk: int | None = None  # Tokens of a row that are computed at once; None leaves it to the planner
     deferred_fraction: float | None = None  # Fraction of the blocks with deferred updates; None: chosen
-    host_cache: int | None = (
-        None  # Maximum bytes of host memory that only save reading and writing; None: what is left
-    )
+    # Maximum bytes of host memory that only save reading and writing; None: what is left
+    host_cache: int | None = None
     piece_bytes: int | None = None  # Most bytes of a piece of a block; None: chosen if blocks do not fit
-    whole_blocks: bool = (
-        False  # Whether blocks stay whole even if they do not fit, as those of a run that has begun
-    )
+    # Whether blocks stay whole even if they do not fit, as those of a run that has begun
+    whole_blocks: bool = False
     activation_policy: ActivationPolicy | None = None  # Operator outputs to save; None: chosen
     commit_every: int = 1
     # Days that the drives' warranted writes must last; 0: any; None: write least among nearly the fastest.
     drive_life: float | None = None
-    clip_by: ClipBy | None = (
-        None  # Way in which gradients are clipped, if they are; None leaves it to the planner
-    )
+    # Way in which gradients are clipped, if they are; None leaves it to the planner
+    clip_by: ClipBy | None = None
     clipped_share: float = ClipStatistics().share  # Expected share of clipped steps; 0 without clipping
     loss: LossInputs = ENGINE_LOSS  # What the loss is computed from, if the caller computes it
     attended: int | None = None  # Tokens that each token attends to; None: all of a row

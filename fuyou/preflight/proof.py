@@ -302,9 +302,8 @@ class _Proof:
         )
 
 
-_Result = tuple[
-    float, Mapping[str, torch.Tensor | None]
-]  # a loss, and gradients by name; None if there is none
+# A loss, and gradients by name; None if there is none
+_Result = tuple[float, Mapping[str, torch.Tensor | None]]
 
 
 def _deviation(

@@ -75,9 +75,8 @@ class MemoryTwin:
         middle = TOKENS // 2 + 1
         self._documents = [slice(0, middle), slice(middle, TOKENS)] if packed else [slice(None)]
         self.model: nn.Module
-        self.gradients: dict[
-            str, torch.Tensor | None
-        ] = {}  # by every name of each parameter; None if there is none
+        # By every name of each parameter; None if there is none
+        self.gradients: dict[str, torch.Tensor | None] = {}
 
     def build(self, layout: ModelLayout) -> None:
         """Build the model, of the engine's class, with its router loss and its trained parameters."""
@@ -89,9 +88,8 @@ class MemoryTwin:
             built = type(self._plain)._from_config(config, dtype=self._dtype)
         widen_kept(built)
         model: nn.Module = built
-        if (
-            self.adapters is not None
-        ):  # a copy, as peft fills in what is left out; the engine names things as inside
+        if self.adapters is not None:
+            # A copy, as peft fills in what is left out; the engine names things as inside
             model = get_peft_model(model, copy.deepcopy(self.adapters)).get_submodule("base_model.model")  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():

@@ -23,17 +23,14 @@ class StepReport:
     busy_intervals: dict[str, list[Interval]] = field(repr=False)
     planned_read_bytes: int = field(repr=False)  # Bytes that the schedule had the SSDs read
     planned_written_bytes: int = field(repr=False)
-    planned_sent_bytes: int = field(
-        default=0, repr=False
-    )  # Bytes that the schedule had this rank send to other nodes
+    # Bytes that the schedule had this rank send to other nodes
+    planned_sent_bytes: int = field(default=0, repr=False)
     saved_activation_bytes: int = field(default=0, repr=False)  # Of saved operator outputs, in any tier
-    recomputation_saved: float = field(
-        default=0.0, repr=False
-    )  # Fraction of the recomputation that was left out
+    # Fraction of the recomputation that was left out
+    recomputation_saved: float = field(default=0.0, repr=False)
     clipped: bool = False  # Whether the gradient was scaled down
-    aux_loss: float | None = (
-        None  # The router loss, not multiplied by its coefficient, where it is a part of the loss
-    )
+    # The router loss, not multiplied by its coefficient, where it is a part of the loss
+    aux_loss: float | None = None
     updated_again: bool = False  # Whether updates ran before the norm was known, and run again
 
     @property

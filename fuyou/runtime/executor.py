@@ -41,9 +41,8 @@ class Executor:
         self._wait_event = wait_event
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # Tasks are there, all are done, or lanes end
-        self._awaited: dict[
-            Task, threading.Condition
-        ] = {}  # Wakes those who wait for a task, and no other thread
+        # Wakes those who wait for a task, and no other thread
+        self._awaited: dict[Task, threading.Condition] = {}
         shared: deque[Task] = deque()
         self._queues: dict[Op, deque[Task]] = {
             op: shared if op in in_one_order else deque() for op in handlers

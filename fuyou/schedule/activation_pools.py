@@ -67,9 +67,8 @@ class ActivationPools:
         self._visits: Sequence[Visit] = ()
         self._batch: BatchShape | None = None
         self._arguments_in_turn: list[Arguments] = []  # Of each compute task of a pass
-        self._positions: dict[
-            ActivationKey, list[int]
-        ] = {}  # Compute tasks that read each activation, last first
+        # Compute tasks that read each activation, last first
+        self._positions: dict[ActivationKey, list[int]] = {}
         self._uses: dict[ActivationKey, list[int]] = {}  # The same for what is left of the pass
         self.arguments: Iterator[Arguments] = iter(())
         """Arguments of the pass's compute tasks, in order."""

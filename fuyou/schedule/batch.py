@@ -9,9 +9,8 @@ from fuyou.layout.model_layout import REFERENCE_PHASES, Phase, Visit
 class LossInputs:
     """Inputs of a loss that the caller computes."""
 
-    outputs: int = (
-        0  # fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy
-    )
+    # Fp32 numbers that the head makes for each token; 0: the loss is the engine's own cross entropy
+    outputs: int = 0
     reference: bool = False  # Whether every sequence also passes through the model without its adapters
 
     @property
@@ -82,14 +81,12 @@ class BatchShape:
     micro_batches: int  # Number of micro-batches that the batch is split into
     activation_bytes: int  # Bytes of a block's input, for one micro-batch
     tokens: float  # Tokens in one micro-batch, on average
-    saved_bytes: int = (
-        0  # Bytes of the activations that one block saves besides its input, for one micro-batch
-    )
+    # Bytes of the activations that one block saves besides its input, for one micro-batch
+    saved_bytes: int = 0
     own_loss: bool = False  # Whether the caller computes the loss, between two runs of the head
     reference: bool = False  # Whether micro-batches also pass without adapters, as a reference
-    together: int | None = (
-        None  # Micro-batches that go through a block in pieces together in a forward pass; None: all
-    )
+    # Micro-batches that go through a block in pieces together in a forward pass; None: all
+    together: int | None = None
     chunks: int = 1  # Chunks that each row passes in: micro-batches are chunks of one row, then of the next
     # FLOPs in which each chunk attends to those before it, in a block's forward and backward pass; empty: not counted
     chunk_flops: tuple[tuple[float, float], ...] = ()

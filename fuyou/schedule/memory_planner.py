@@ -113,8 +113,10 @@ class MemoryPlanner:
             ),
         }
         if chunk is not None and chunk < 3 and not any(obstacles.values()) and layout.key_memory().states:
-            # Chunks of one token change them in place
-            return "of fewer than 3 tokens through this model, which carries states"
+            return (
+                # Chunks of one change them in place
+                "of fewer than 3 tokens through this model, which carries states"
+            )
         return next((words for words, holds in obstacles.items() if holds), None)
 
     def _whole_rows(self, rows: int, seq_len: int, micro_rows: int | None, loss: LossInputs) -> list[Batch]:

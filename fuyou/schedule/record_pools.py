@@ -67,9 +67,8 @@ class RecordSlots:
 
     def commit_step(self, step: int, ended: Task | None) -> None:
         """Commit ``step`` when all writes are done and the caller has ``ended`` it."""
-        for (
-            updated
-        ) in self._unwritten.values():  # updated in a step that was not due, and committed by a flush
+        for updated in self._unwritten.values():
+            # Updated in a step that was not due, and committed by a flush
             self._write(Op.RESIDENT_WRITE, updated)
         self._unwritten.clear()
         after = list(itertools.chain.from_iterable(self.writes))

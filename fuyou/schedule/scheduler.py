@@ -326,9 +326,8 @@ class Scheduler:
         if record.index in self._resident:
             self._loaded.add(record.index)
         waits = [ready, loaded, read, *self._parameters.host_users(record, host)]
-        if (
-            self._slots.commit is not None
-        ):  # until it is done, a killed run continues from the slot that is written
+        if self._slots.commit is not None:
+            # Until it is done, a killed run continues from the slot that is written
             waits.append(self._slots.commit)
         target = self._slots.target if written else None
         update = self._emit(

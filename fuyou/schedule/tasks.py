@@ -27,51 +27,36 @@ class Resource(Enum):
     INTER_NODE = "inter_node"  # The network between nodes
     NONE = "none"
 
-    __hash__ = (
-        object.__hash__
-    )  # there is one object for each member; Enum's own hash runs in Python, millions of times
+    # There is one object for each member; Enum's own hash runs in Python, millions of times
+    __hash__ = object.__hash__
 
 
 class Op(Enum):
     """Kinds of task. Each kind runs first in, first out, in its lane; several lanes share a resource."""
 
     PARAMETER_READ = ("parameter read", Resource.SSD)  # SSD -> host
-    PARAMETER_READ_DEVICE = (
-        "parameter read to the device",
-        Resource.SSD,
-    )  # SSD -> device, past the host's memory
+    # SSD -> device, past the host's memory
+    PARAMETER_READ_DEVICE = ("parameter read to the device", Resource.SSD)
     PARAMETER_UPLOAD = ("parameter upload", Resource.HOST_TO_DEVICE)
-    PARAMETER_GATHER = (
-        "parameter gather",
-        Resource.INTRA_NODE,
-    )  # from the ranks of the node, each with its slice
+    # From the ranks of the node, each with its slice
+    PARAMETER_GATHER = ("parameter gather", Resource.INTRA_NODE)
     COMPUTE = ("compute", Resource.GPU)
-    GRADIENT_REDUCE = (
-        "gradient reduction",
-        Resource.INTRA_NODE,
-    )  # over the ranks of the node, each keeps its slice
-    GRADIENT_EXCHANGE = (
-        "gradient exchange",
-        Resource.INTER_NODE,
-    )  # over nodes, each rank keeps its part of the slice
+    # Over the ranks of the node, each keeps its slice
+    GRADIENT_REDUCE = ("gradient reduction", Resource.INTRA_NODE)
+    # Over nodes, each rank keeps its part of the slice
+    GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
-    GRADIENT_WRITE = (
-        "gradient write",
-        Resource.SSD,
-    )  # deferred updates whose gradient finds no room in host memory
+    # Deferred updates whose gradient finds no room in host memory
+    GRADIENT_WRITE = ("gradient write", Resource.SSD)
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)  # done once it is requested: the update waits for the bytes
     UPDATE = ("update", Resource.ADAM)
     PARAMETER_SPREAD = ("parameter spread", Resource.INTER_NODE)  # what each rank has updated, to all nodes
     STATE_WRITE = ("state write", Resource.SSD)  # parameters and states; the update begins it, chunk by chunk
-    RESIDENT_WRITE = (
-        "resident write",
-        Resource.SSD,
-    )  # the same of a record that lives in host memory, for a commit
-    PARAMETER_WRITE = (
-        "parameter write",
-        Resource.SSD,
-    )  # of several nodes: the parameters, once they are spread
+    # The same of a record that lives in host memory, for a commit
+    RESIDENT_WRITE = ("resident write", Resource.SSD)
+    # Of several nodes: the parameters, once they are spread
+    PARAMETER_WRITE = ("parameter write", Resource.SSD)
     ACTIVATION_DOWNLOAD = ("activation download", Resource.DEVICE_TO_HOST)
     ACTIVATION_WRITE = ("activation write", Resource.SSD)
     ACTIVATION_READ = ("activation read", Resource.SSD)
@@ -117,13 +102,11 @@ class Task:
     flops: float = 0.0  # Floating-point operations that it computes
     step: int = 0
     record: int | None = None  # Index of the record; None for activations and for the end of a step
-    visit: Visit | None = (
-        None  # Visit that it belongs to, of a task that computes or that moves what a visit leaves
-    )
+    # Visit that it belongs to, of a task that computes or that moves what a visit leaves
+    visit: Visit | None = None
     micro: int | None = None  # Number of its micro-batch, from 0
-    source: int | None = (
-        None  # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
-    )
+    # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
+    source: int | None = None
     target: int | None = None  # Index of the slot that it writes to; None for an update that is not written
     gradient: int | None = None  # Gradient slot of an update, or of the compute task that accumulates into it
     activation: Activation = Activation.HIDDEN  # Kind of activation that it moves

@@ -35,9 +35,8 @@ class Workspace:
         self._cpu = cpu
         self._width = layout.precision.parameter_bytes
         self._elements = activation_elements_per_token(config)
-        self._feed_forward = 2 * _active_width(
-            self._text
-        )  # What any saves: the gated ones of most families, 4 times
+        # What any saves: the gated ones of most families, 4 times
+        self._feed_forward = 2 * _active_width(self._text)
         self._chosen = getattr(self._text, "num_experts_per_tok", None) or 0
 
     def nbytes(self, batch: Batch, columns: int) -> int:
@@ -53,7 +52,8 @@ class Workspace:
         block = self._block(batch)
         gradients = 2 * layout.sizes[Kind.BLOCK].trained_parameter * width
         past = self._past(batch) if batch.chunks > 1 else 0
-        if past:  # a feed-forward network is not there while a block attends, and in its backward pass has gradients
+        if past:
+            # A feed-forward network is not there while a block attends, and in its backward pass has gradients
             wide = batch.micro_tokens * self._feed_forward * width
             past = max(past - wide if layout.key_memory().attends_first else past, wide)
         fragments = gradients and self._chosen and not self._cpu
@@ -71,9 +71,8 @@ class Workspace:
         vocabulary = self._text.vocab_size
         logits = tokens * vocabulary * LOGIT_COPIES * width
         logits += pass_bytes(tokens, vocabulary, "cpu" if self._cpu else "cuda", bool(batch.loss.outputs))
-        logits += (
-            tokens * batch.loss.outputs * 2 * 4
-        )  # on the device: a chunk's outputs, or their gradients, in parts
+        # On the device: a chunk's outputs, or their gradients, in parts
+        logits += tokens * batch.loss.outputs * 2 * 4
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
         head = logits + 3 * layout.sizes[Kind.NON_BLOCK].trained_parameter * width
@@ -161,9 +160,8 @@ def _feed_forward_width(text: PreTrainedConfig) -> int:
         or getattr(text, "ffn_dim", None)
         or getattr(text, "n_inner", None)
     )
-    return (
-        max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size
-    )  # some have one for each layer
+    # Some have one for each layer
+    return max(width) if isinstance(width, Sequence) else width or 4 * text.hidden_size
 
 
 def _query_width_in(layer: PreTrainedConfig) -> int:

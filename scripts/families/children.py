@@ -33,9 +33,8 @@ class _Forked:
     def _serve(self, pass_fds: Sequence[int]) -> NoReturn:
         try:
             inherited = sorted({*pass_fds, 0, 1, 2})
-            for low, high in zip(
-                inherited, [*inherited[1:], 4096], strict=True
-            ):  # above all the other end of the pipe
+            for low, high in zip(inherited, [*inherited[1:], 4096], strict=True):
+                # Above all the other end of the pipe
                 os.closerange(low + 1, high)
             fuyou.optimizer.process.main.main(pass_fds[0])
         finally:

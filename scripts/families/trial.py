@@ -43,9 +43,8 @@ class Mode:
     lora: bool = False
     micro_batches: int = 1
     chunk: int | None = None  # Tokens of a row that are computed at once
-    unproven: bool = (
-        False  # Whether the engine leaves out its own proof, so that what that would refuse is seen
-    )
+    # Whether the engine leaves out its own proof, so that what that would refuse is seen
+    unproven: bool = False
 
     @property
     def name(self) -> str:
@@ -77,9 +76,8 @@ class Finding:
     """What came of one family."""
 
     name: str
-    verdict: (
-        str  # ``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory
-    )
+    # ``exact``, ``wrong``, ``refused``, ``crash``, ``hang``, or ``untrainable``: not even in memory
+    verdict: str
     reason: str = ""
     losses: list[list[float]] = field(default_factory=list)  # Of each step, in memory and out of core
     loss_difference: float = 0.0
@@ -186,9 +184,8 @@ class _Trial:
                 parameter.add_(noise, alpha=0.1 if parameter.dim() > 1 else 0.02)
         path = self._work / "checkpoint"
         model.save_pretrained(path)
-        config.save_pretrained(
-            path
-        )  # a model of one part has saved that part's alone, which nothing can be built from
+        # A model of one part has saved that part's alone, which nothing can be built from
+        config.save_pretrained(path)
         return path
 
     def _batch(self, step: int) -> dict[str, torch.Tensor]:

@@ -24,9 +24,8 @@ class Twin:
             name: parameter for name, parameter in model.named_parameters() if name in masters
         }
         self._moments = {name: (_padded(master * 0), _padded(master * 0)) for name, master in masters.items()}
-        self.steps = dict.fromkeys(
-            masters, 0
-        )  # by parameter, as AdamW counts: those in which it had a gradient
+        # By parameter, as AdamW counts: those in which it had a gradient
+        self.steps = dict.fromkeys(masters, 0)
         self._decayed = frozenset(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         self._load()
 

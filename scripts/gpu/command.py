@@ -22,10 +22,8 @@ from common.data.demo_text import demo_documents, train_demo_tokenizer
 from gpu.journal import ROOT, Check, describe
 
 STEPS, KILLED_AFTER = 6, 3
-TOLERANCE = {
-    "bf16": 2e-2,
-    "fp32": 5e-3,
-}  # Relative difference from the CPU's losses that still counts as rounding
+# Relative difference from the CPU's losses that still counts as rounding
+TOLERANCE = {"bf16": 2e-2, "fp32": 5e-3}
 RUN_S = 120.0  # Seconds after which a run hangs
 LORA = "--lora-rank", "8"
 LOSS = "loss_metrics/global_avg_loss"

@@ -264,9 +264,8 @@ def batches(case: Case) -> list[dict[str, torch.Tensor]]:
         labels[:, :3] = -100
         batch = {"input_ids": tokens, "labels": labels}
         if case.packed:
-            cuts = [
-                case.tokens * (3 + (step + row) % 4) // 8 for row in range(case.rows)
-            ]  # others in every batch
+            # Others in every batch
+            cuts = [case.tokens * (3 + (step + row) % 4) // 8 for row in range(case.rows)]
             batch["position_ids"] = torch.stack([torch.arange(case.tokens).remainder(cut) for cut in cuts])
         result.append(batch)
     return result

@@ -132,9 +132,8 @@ class MeasuredRates:
         reached = 0
         for rows in self.check.settings.batches:
             tokens = rows * self.check.settings.seq_len
-            expected = (
-                2 * max(seconds, seconds_per_token * tokens * 0.7) + 5
-            )  # a warm-up and one measured step
+            # A warm-up and one measured step
+            expected = 2 * max(seconds, seconds_per_token * tokens * 0.7) + 5
             if reached and expected > self.check.left():
                 self.check.add("rows", batch=rows, why=f"not run: {self.check.left():.0f} s left")
                 continue
@@ -163,9 +162,8 @@ class MeasuredRates:
         if check.cuda:
             torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
-        train_step(
-            engine, batch
-        )  # plans, allocates, loads kernels; its write-back continues in the next step
+        # Plans, allocates, loads kernels; its write-back continues in the next step
+        train_step(engine, batch)
         warm_up = time.monotonic() - began
         before, began = engine.io_bytes(), time.monotonic()
         reports: list[fuyou.StepReport] = []

@@ -79,9 +79,8 @@ def run(check: Check) -> None:
     rows: Any = multiprocessing.get_context("spawn").SimpleQueue()
     settings = check.settings
     words = (port, None if nccl else settings.device, settings.quick, settings.deadline, rows)
-    method = (
-        "spawn" if check.cuda else "fork"
-    )  # CUDA does not survive a fork; without it, that is seconds faster
+    # CUDA does not survive a fork; without it, that is seconds faster
+    method = "spawn" if check.cuda else "fork"
     ranks: Any = start_processes(_rank, words, WORLD, join=False, start_method=method)
     ended = False
     while not ended:

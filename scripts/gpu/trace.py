@@ -8,9 +8,8 @@ from common.units import merge
 
 Event = dict[str, Any]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH_US = (
-    10.0  # Gaps shorter than this (microseconds) are what any launch costs, and are counted but not looked at
-)
+# Gaps shorter than this (microseconds) are what any launch costs, and are counted but not looked at
+LAUNCH_US = 10.0
 
 
 def slim(events: Iterable[Event]) -> list[Event]:

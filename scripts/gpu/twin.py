@@ -114,9 +114,8 @@ def _attend(
         pieces = []
         for start, end in pairwise(starts):
             q, k, v = (each[row : row + 1, :, start:end] for each in (query, key, value))
-            if (
-                query.dtype == torch.bfloat16 and query.device.type == "cpu"
-            ):  # zeros behind, which nothing sees
+            if query.dtype == torch.bfloat16 and query.device.type == "cpu":
+                # Zeros behind, which nothing sees
                 q, k, v = (nn.functional.pad(each, (0, 0, 0, -each.shape[2] % 32)) for each in (q, k, v))
             mask = None
             if window and end - start > window:

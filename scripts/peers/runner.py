@@ -77,9 +77,8 @@ class Contender:
             if self._meter:
                 self._meter.start()
             began = time.monotonic()
-            self.facts = self._hear(
-                "ready"
-            )  # What it said when it was ready: ``parameters`` and the contender's facts
+            # What it said when it was ready: ``parameters`` and the contender's facts
+            self.facts = self._hear("ready")
             self.startup_s = time.monotonic() - began  # Seconds from its start until it was ready
         except BaseException:
             self.close()

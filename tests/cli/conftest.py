@@ -79,9 +79,8 @@ def finetune(capfd: pytest.CaptureFixture[str]) -> Finetune:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default outputs go to a folder of the test's own, a busy machine is no news, and messages are the command's."""
     monkeypatch.setattr("cli.report.progress.FIRST_AFTER_S", 3600.0)
-    monkeypatch.setattr(
-        "cli.report.progress.Heartbeat.began", lambda *_: None
-    )  # what a log has next to messages
+    # What a log has next to messages
+    monkeypatch.setattr("cli.report.progress.Heartbeat.began", lambda *_: None)
     monkeypatch.setattr("common.errors.FinetuneError.names_flags", True)  # whose errors these tests are about
     monkeypatch.chdir(tmp_path)
 

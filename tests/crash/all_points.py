@@ -123,9 +123,8 @@ def main(
                     try:
                         left += len(jobs) - sum(pool.map(attempt, jobs))
                     except KeyboardInterrupt:
-                        pool.shutdown(
-                            cancel_futures=True
-                        )  # those in progress come to their end, and are logged
+                        # Those in progress come to their end, and are logged
+                        pool.shutdown(cancel_futures=True)
                         sys.exit(130)
     for name, way in found.items():
         print(f"{name}: {way.calls} calls; {tried.describe(name)}")

@@ -126,9 +126,8 @@ class Loop:
                 )
                 reached, committed = max(outcome.losses), max(committed, outcome.committed)
             deferred = numerics["max_grad_norm"] is not None or options["deferred_fraction"] > 0
-            allowed = (
-                options["commit_every"] + deferred + 1
-            )  # that this life may have reported and not committed
+            # That this life may have reported and not committed
+            allowed = options["commit_every"] + deferred + 1
             # One that is killed after its last step, while it clears up, leaves that to the next one.
             ended = outcome.status == 0 or bool(tally.mismatches)
         if outcome.status == 0:

@@ -25,9 +25,8 @@ def test_a_flipped_bit_is_named_and_never_trained_on(tmp_path: Path) -> None:
     assert {"block 0, parameters", "block 2, optimizer states", "head, parameters"} <= set(names)
     victim = next(one for one in sealed if one.what == "block 1, optimizer states")
     file = tmp_path / "fuyou-run" / victim.extent.file
-    assert (
-        sum(one.extent.nbytes for one in sealed) == file.stat().st_size
-    )  # nothing lies between what is checked
+    # Nothing lies between what is checked
+    assert sum(one.extent.nbytes for one in sealed) == file.stat().st_size
     flip(file, victim.extent.offset + 12345)
     named = rf"block 1, optimizer states is damaged: bytes .* of {re.escape(str(file))} "
     with small_engine(tmp_path, lr=1e-3, resume=True) as engine:

@@ -266,9 +266,8 @@ def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
         assert -2.5 < blocks <= 0.2
         assert written / parameters == pytest.approx(7, rel=0.05)  # padding of tiny records
     trained = sum(master.numel() for master in alone.masters.values())
-    padding = (
-        ALIGN_ELEMENTS * len(alone.masters) + 5 * PAGE_ELEMENTS
-    )  # between a record's two parts, not behind them
+    # Between a record's two parts, not behind them
+    padding = ALIGN_ELEMENTS * len(alone.masters) + 5 * PAGE_ELEMENTS
     assert 4 * trained <= sum(rank.planned[2] for rank in ranks) <= 4 * (trained + padding)
 
 

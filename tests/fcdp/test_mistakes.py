@@ -192,12 +192,8 @@ def _between_all_but_one(model: _Layers, step: int) -> None:
         model.head.weight.requires_grad_(True)
 
 
-BETWEEN = (
-    _between_freeze,
-    _between_unfreeze,
-    _between_parts,
-    _between_all_but_one,
-)  # forward and backward pass
+# Forward and backward pass
+BETWEEN = (_between_freeze, _between_unfreeze, _between_parts, _between_all_but_one)
 FREEZING = (_freeze_none, _freeze_later, _unfreeze_later, _freeze_parts)
 
 

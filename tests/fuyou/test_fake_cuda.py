@@ -102,7 +102,6 @@ def test_no_attention_ends_in_the_math_kernel(family: str, packed: bool, dtype: 
             for index in range(len(stack.blocks)):
                 hidden = stack.block(index, hidden, calls)
     assert packed or attention.calls
-    assert not packed or all(
-        args[4] > 0 for args, _ in attention.calls
-    )  # with dropout, one call per document
+    # With dropout, one call per document
+    assert not packed or all(args[4] > 0 for args, _ in attention.calls)
     assert not any(takes_math(*args, **kwargs) for args, kwargs in attention.calls)

@@ -94,9 +94,8 @@ class Readers:
         """Read the record's part as a step does."""
         record = page.record
         if page.part == "parameters":
-            buffer = aligned_bytes(
-                record.parameter_nbytes
-            )  # the engine's may hold records that it reads no more
+            # The engine's may hold records that it reads no more
+            buffer = aligned_bytes(record.parameter_nbytes)
             self._plane.stored.read_parameters(record, slot if record.trainable else 0, buffer).result()
             return
         updater, errors = self._updater, []

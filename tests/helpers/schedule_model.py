@@ -226,9 +226,8 @@ def check_order(program: Program) -> None:
                 assert place[2] != tasks[commit].target, f"{task} overwrites {tasks[commit]}"
         if task.op is Op.STEP:
             ends[task.step] = index
-        if (
-            task.op is Op.COMMIT
-        ):  # a step whose gradient is not finite is never ended, and must not be committed
+        if task.op is Op.COMMIT:
+            # A step whose gradient is not finite is never ended, and must not be committed
             must_follow(ends[task.step], ("step", task.step))
             commit = index
             for place in program.accesses(task)[0]:
@@ -246,9 +245,8 @@ class Machine:
         self.committed = (0, program.slot)
         self._ended: set[int] = set()
         self._updated: dict[int | None, int] = {}  # step of each record's newest update
-        self._contributions: dict[
-            int, dict[int | None, list[tuple[Phase, int]]]
-        ] = {}  # by number of micro-batches
+        # By number of micro-batches
+        self._contributions: dict[int, dict[int | None, list[tuple[Phase, int]]]] = {}
         for record in self.layout.records:
             for kind in ("ssd parameters", "ssd states"):
                 self.content[kind, record.index, program.slot if record.trainable else 0] = (record.index, 0)
@@ -345,9 +343,8 @@ class Machine:
                 updated = (task.record, "void" if self.program.is_void(task) else task.step)
                 incomplete = place[0] == "host parameters" and self.layout.share.nodes > 1
                 return ("own part", updated) if incomplete else updated
-            case Op.STATE_WRITE | Op.RESIDENT_WRITE if (
-                self.layout.share.nodes > 1
-            ):  # of the update just before
+            case Op.STATE_WRITE | Op.RESIDENT_WRITE if self.layout.share.nodes > 1:
+                # Of the update just before
                 return (task.record, self._updated[task.record])
             case Op.STATE_WRITE | Op.RESIDENT_WRITE:
                 return self.content["host parameters", self.layout.records[task.record].kind, task.source]

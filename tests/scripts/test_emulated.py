@@ -65,9 +65,8 @@ def test_streams_run_side_by_side_and_wait_for_events(monkeypatch: pytest.Monkey
     assert device.has_finished(second)
     assert clock.now == pytest.approx(began + 0.5)
     reader = Task(Op.PARAMETER_READ, [])
-    device.wait_event(
-        reader, EmulatedEvent(began, began + 0.55)
-    )  # the SSD writes to host memory: a thread waits
+    # The SSD writes to host memory: a thread waits
+    device.wait_event(reader, EmulatedEvent(began, began + 0.55))
     assert clock.now == pytest.approx(began + 0.55)
 
 

@@ -28,9 +28,8 @@ def test_thirty_bytes_per_parameter_and_step(model: TrainingJob) -> None:
     result = PaperScheme(replace(model, rows=4), server()).plan
     elements = sum(record.numel for record in model.layout.records)
     assert result.written_bytes == 14 * elements
-    assert (
-        16 * elements * 0.9 < result.read_bytes <= 16 * elements
-    )  # what is still there at the turn is not read again
+    # What is still there at the turn is not read again
+    assert 16 * elements * 0.9 < result.read_bytes <= 16 * elements
     assert result.to_json()["micro_batches"] == 1 and result.deferred_fraction == 0.0
     assert result.ssd_bytes == 14 * elements
 

@@ -89,10 +89,8 @@ def test_wrong_results_are_called_wrong(what: str, tmp_path: Path) -> None:
     from families.trial import Finding, Mode, _Expected, _Trial
 
     weights = {"a": torch.ones(4), "b": torch.ones(4)}
-    before = {
-        "a": torch.ones(4),
-        "b": torch.ones(4) - 1e-6,
-    }  # b has hardly learnt: that it did must not get lost
+    # B has hardly learnt: that it did must not get lost
+    before = {"a": torch.ones(4), "b": torch.ones(4) - 1e-6}
     expected = _Expected([2.0, 1.5], before, weights)
     trained = {"a": torch.ones(4), "b": before["b"] if what == "weight" else torch.ones(4)}
     finding = Finding("x", "crash")

@@ -65,7 +65,8 @@ from common.models.checkpoint.writer import (
 from common.randomness import own_random_numbers
 from common.store.errors import described
 
-MERGED = "merged"  # Name of the folder inside an adapter directory for the model with these adapters merged into it
+# Name of the folder inside an adapter directory for the model with these adapters merged into it
+MERGED = "merged"
 
 
 class Adapters:
@@ -151,9 +152,8 @@ class Adapters:
             alias: first for first, aliases in self._aliases.items() for alias in aliases if len(aliases) > 1
         }
         shared = separate_tied_rows(model)
-        self._copied = trained_copies(
-            model
-        )  # What a parameter begins as a copy of: a name now, and rows; None: all
+        # What a parameter begins as a copy of: a name now, and rows; None: all
+        self._copied = trained_copies(model)
         # A tied weight that one of its modules adapts: the others use it as it is, or with other adapters.
         self._adapted_ties = {
             layer: first

@@ -73,9 +73,8 @@ def _dense_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the last names of dense linear layers, and the paths of others that have the same ones."""
     grouped = set(_grouped_layers(model))
     holders = set(_expert_holders(model))
-    head = (
-        model.get_output_embeddings()
-    )  # not that of a classifier, which is new: nothing else would train it
+    # Not that of a classifier, which is new: nothing else would train it
+    head = model.get_output_embeddings()
     dense: list[str] = []
     others: list[str] = []
     for path, module in model.named_modules():

@@ -40,9 +40,8 @@ class AdapterMemory:
 
     fixed: int = 0  # Bytes for any batch
     saved_per_token: int = 0  # Bytes for each token of a micro-batch that are kept until the backward pass
-    passing_per_token: int = (
-        0  # Bytes for each token in passing, while one linear layer computes, and no experts do
-    )
+    # Bytes for each token in passing, while one linear layer computes, and no experts do
+    passing_per_token: int = 0
 
     @property
     def per_token(self) -> int:

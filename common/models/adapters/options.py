@@ -22,9 +22,8 @@ from common.models.checkpoint.shards import StoredTensor, read_header
 
 CONFIG = "adapter_config.json"  # Name of the configuration in an adapter directory
 
-ALL_LINEAR = (
-    "all-linear"  # peft's word for every linear layer but the head, and experts and routers that it knows
-)
+# Peft's word for every linear layer but the head, and experts and routers that it knows
+ALL_LINEAR = "all-linear"
 DENSE_LINEAR = "dense-linear"  # What is adapted by default; see :mod:`common.models.adapters.default_targets`
 
 _HONORED = {
@@ -49,9 +48,8 @@ class AdapterOptions:
     """Names of the adapted modules (``q_proj``) and fused experts (``gate_up_proj``); or ``dense-linear``: the linear
     layers of attention and dense feed-forward networks; or ``all-linear``: every linear layer but the head, and in
     families of mixtures that ``peft`` knows routers and experts."""
-    rslora: bool = (
-        False  # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
-    )
+    # Whether to multiply by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv:2312.03732)
+    rslora: bool = False
     dora: bool = False  # Whether to train magnitudes apart from directions (Liu et al., arXiv:2402.09353)
 
     def __post_init__(self) -> None:
@@ -101,9 +99,8 @@ def load_peft_config(path: str | os.PathLike[str], option: str = "--peft-config"
         config = PeftConfig.from_peft_type(**{"peft_type": "LORA", "task_type": "CAUSAL_LM", **content})
     except OSError as error:
         raise UserError(f"{option} {path}: {file} cannot be read: {error.strerror}.") from error
-    except (
-        Exception
-    ) as error:  # bad JSON, an unknown method, a field that the method does not have, bad values
+    except Exception as error:
+        # Bad JSON, an unknown method, a field that the method does not have, bad values
         raise UserError(f"{option} {file} is not a configuration that peft can read: {error}") from error
     config.inference_mode = False
     try:
@@ -193,7 +190,8 @@ def check_supported(config: PeftConfig) -> None:
 WEIGHTS = "adapter_model.safetensors"  # Name of the file with the adapters' weights in an adapter directory
 BASE = "base"  # Key in that file's metadata of the identity of the weights that they were trained on
 CONFIG_DIGEST = "config"  # Key there of a hash of the configuration that they were saved with
-_WITHOUT_EFFECT = (
+# Settings that do not change what adapters compute
+WITHOUT_EFFECT = (
     "base_model_name_or_path",
     "revision",
     "inference_mode",
@@ -208,7 +206,7 @@ def config_digest(file: Path) -> str | None:
     """Return a hash of what a configuration has adapters compute; None if it cannot be read."""
     try:
         content = json.loads(read_text_file(file))
-        said = {name: value for name, value in content.items() if name not in _WITHOUT_EFFECT}
+        said = {name: value for name, value in content.items() if name not in WITHOUT_EFFECT}
     except (OSError, ValueError, AttributeError):
         return None
     # peft keeps names in sets, and writes them in any order.
@@ -244,9 +242,8 @@ class SavedAdapter:
                 if pickled
                 else f"--adapter {directory} holds no {WEIGHTS}: it is a configuration alone, for --peft-config."
             )
-        self.files: Mapping[str, StoredTensor] = read_header(
-            self._file
-        )  # Tensors in the file, by their names there
+        # Tensors in the file, by their names there
+        self.files: Mapping[str, StoredTensor] = read_header(self._file)
         with safe_open(self._file, "pt") as file:
             self._metadata: Mapping[str, str] = file.metadata() or {}
         self._check_config()

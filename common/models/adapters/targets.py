@@ -70,9 +70,8 @@ def _ends(names: Collection[str], wanted: str) -> bool:
 
 def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
     """Refuse ``modules_to_save`` that no module is called, which ``peft`` leaves out."""
-    names = set(getattr(config, "modules_to_save", None) or ()) - set(
-        SEQ_CLS_HEAD_NAMES
-    )  # peft adds all of these
+    # Peft adds all of these
+    names = set(getattr(config, "modules_to_save", None) or ()) - set(SEQ_CLS_HEAD_NAMES)
     for name in sorted(names):
         if not any(module.endswith(name) for module in modules):
             raise UserError(f"modules_to_save: no module is called {name!r}.{did_you_mean(name, modules)}")

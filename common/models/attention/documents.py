@@ -21,14 +21,10 @@ from common.data.rows import PADDING
 from common.models.attention.chunked import attend
 from common.models.attention.kernels import shares_heads
 
-BY_DOCUMENT = (
-    "by_document"  # transformers' name for this; it has no mask function of that name, so it makes no mask
-)
-_NOT_CUT = (
-    "position_bias",
-    "softcap",
-    "s_aux",
-)  # Options of families' attention that are not cut at documents
+# Transformers' name for this; it has no mask function of that name, so it makes no mask
+BY_DOCUMENT = "by_document"
+# Options of families' attention that are not cut at documents
+_NOT_CUT = ("position_bias", "softcap", "s_aux")
 
 
 @torch.compiler.disable  # documents are cut elsewhere in every batch: each would be compiled again
@@ -54,9 +50,8 @@ def _by_document(
         raise NotImplementedError("Attention with a mask, a bias, a soft cap or sinks.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     window = options.get("sliding_window") or 0
-    states = [
-        each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)
-    ]  # [tokens of all rows, heads, width]
+    # [tokens of all rows, heads, width]
+    states = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     if dropout:
         result = _one_by_one(states, documents, window, scale, dropout)
     else:
@@ -78,9 +73,8 @@ def _one_by_one(
         mask = None
         if window and length > window:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        if mask is not None or not shares_heads(
-            mask, k, v
-        ):  # CUDA's kernels share heads without a mask alone
+        if mask is not None or not shares_heads(mask, k, v):
+            # CUDA's kernels share heads without a mask alone
             k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -93,9 +87,8 @@ ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, _by_document)
 
 
 _padding: torch.Tensor | None = None  # Of the batch that is being computed, bool `[B, S]`
-_lengths: torch.Tensor | None = (
-    None  # Of each token's document, `[B, S]`, where chunks of rows are being computed
-)
+# Of each token's document, `[B, S]`, where chunks of rows are being computed
+_lengths: torch.Tensor | None = None
 
 
 def rotate_by_document(model: nn.Module) -> None:

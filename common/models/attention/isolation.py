@@ -44,9 +44,8 @@ class Isolation:
         return [
             (name, module)
             for name, module in model.named_modules()
-            if any(
-                _name(kind) in self.modules for kind in type(module).__mro__
-            )  # FSDP2 makes its own subclasses
+            # FSDP2 makes its own subclasses
+            if any(_name(kind) in self.modules for kind in type(module).__mro__)
         ]
 
 
@@ -215,9 +214,8 @@ class _Experiment:
         generator = torch.Generator().manual_seed(7)
         tokens = min(5, vocabulary // 2), vocabulary, positions.shape
         self._ids, other = (torch.randint(*tokens, generator=generator).to(device) for _ in range(2))
-        self._changed = torch.where(
-            self._later, self._ids, other
-        )  # differ from them in the first documents only
+        # Differ from them in the first documents only
+        self._changed = torch.where(self._later, self._ids, other)
 
     def mixing(self, by_document: bool) -> tuple[str, ...]:
         """Return the names of the outermost classes inside blocks that mix documents."""
@@ -327,10 +325,8 @@ def find_isolation(model: PreTrainedModel) -> Isolation | None:
     model.eval()
     try:
         for by_document in (True, False) if interface else (False,):
-            with (
-                suppress(Exception),
-                torch.no_grad(),
-            ):  # a family's own code may do anything with the unexpected
+            with suppress(Exception), torch.no_grad():
+                # A family's own code may do anything with the unexpected
                 experiment = _Experiment(model)
                 how = Isolation(by_document, experiment.mixing(by_document))
                 if experiment.holds(how):

@@ -16,9 +16,8 @@ _EAGER_BYTES = 25
 # of queries: fp32 copies, and the same scaled, of queries and keys.
 _UNEQUAL_BYTES = 14
 _UNEQUAL_COPIES = 16
-_MASK_BYTES = (
-    8  # Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
-)
+# Bytes for each element of a mask `[S, S]` that a kernel is given; measured with Gemma 3 in bf16: 6.2
+_MASK_BYTES = 8
 # What a chunk takes, measured on a CPU at most: fp32 values of each query, sums and results; keys and values of a tile,
 # copies and gradients; and where products compute scores, fp32 values of each score of a tile.
 _CHUNK_QUERIES = 3

@@ -31,9 +31,8 @@ class Sequences(NamedTuple):
         return Sequences(ends * queries, ends * keys, queries, keys, causal)
 
     @staticmethod
-    @lru_cache(
-        maxsize=16
-    )  # one copy to the device does for all layers; of each call, if documents share several
+    # One copy to the device does for all layers; of each call, if documents share several
+    @lru_cache(maxsize=16)
     def of_documents(starts: tuple[int, ...], rows: int, device: torch.device) -> "Sequences":
         """Return the documents of ``rows`` rows, whose first tokens, and the end of a row, are ``starts``.
 
@@ -88,9 +87,8 @@ def attend_backward(
     """Return the gradients of query, key and value, given that of the result and what :func:`attend` returned."""
     flowing, out = (each.transpose(1, 2) for each in (gradient, result))
     flowing, out, q, k, v = _flat(flowing, out, query, key, value)
-    unused = torch.empty(
-        2, dtype=torch.uint64, device=query.device
-    )  # random state of a dropout that there is not
+    # Random state of a dropout that there is not
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
     gradients = _aten._flash_attention_backward(
         flowing, q, k, v, out, statistics.flatten(0, 1).t().contiguous(), *sequences[:4], 0.0,
         sequences.causal and not window, unused, unused, scale=scale, **_sides(window),

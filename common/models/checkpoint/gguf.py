@@ -200,9 +200,8 @@ def _table(
     for file, tensor in tensors:
         if tensor.name == ROPE_FACTORS:  # it is in the configuration
             continue
-        target = targets.get(tensor.name) or targets.get(
-            tensor.name.removesuffix(".weight")
-        )  # that of experts
+        # That of experts
+        target = targets.get(tensor.name) or targets.get(tensor.name.removesuffix(".weight"))
         if target not in first:
             raise ValueError(f"it holds {tensor.name}, which {type(model).__name__} has no parameter for")
         groups[first[target]].append((file, tensor))

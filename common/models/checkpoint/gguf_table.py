@@ -22,10 +22,8 @@ from common.files import FILE_BYTES, read_text_file
 from common.models.names import GGUF_TABLE as TABLE
 
 _SUPPORTED = gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
-_ARCHITECTURES = {
-    "mistral": "llama",
-    "cohere": "command-r",
-}  # llama.cpp's names that are no spelling of the family's
+# Llama.cpp's names that are no spelling of the family's
+_ARCHITECTURES = {"mistral": "llama", "cohere": "command-r"}
 _REORDERED = ("falcon", "deci")  # Families whose rows llama.cpp reorders, which transformers does not undo
 
 

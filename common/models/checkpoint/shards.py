@@ -36,12 +36,10 @@ class Conversion:
     """Tensors on disk that together make one parameter, or (one fused on disk, several in the model) several."""
 
     target: str  # Name of the parameter in the model; of several, the first
-    rule: (
-        WeightConverter | None
-    )  # Rule of transformers that makes the parameter; None if it is stored as it is
-    parts: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # Pairs (pattern of the rule, name on disk), in order
+    # Rule of transformers that makes the parameter; None if it is stored as it is
+    rule: WeightConverter | None
+    # Pairs (pattern of the rule, name on disk), in order
+    parts: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters, by name in the model. Peak memory: the tensors read and about as much again."""
@@ -113,7 +111,8 @@ class StoredTensor:
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    name: str  # Name in the file, which differs from the model's where a training library has put its wrappers into it
+    # Name in the file, which differs from the model's where a training library has put its wrappers into it
+    name: str
     start: int = 0  # Its first byte in the file
 
 

@@ -279,9 +279,8 @@ class CheckpointSource(WeightSource):
         for other in sources[1:]:
             first, second = (self._made_by[name].parts[0][1] for name in (sources[0], other))
             rows = self.shards.tensors[first].shape[0]
-            step = max(
-                1, (16 << 20) * rows // max(1, self.model.get_parameter(other).numel())
-            )  # 16 M elements
+            # 16 M elements
+            step = max(1, (16 << 20) * rows // max(1, self.model.get_parameter(other).numel()))
             for start in range(0, rows, step):
                 pair = [
                     self.shards.read_rows(name, start, min(rows, start + step)) for name in (first, second)

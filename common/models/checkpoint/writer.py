@@ -24,9 +24,8 @@ from common.models.structure import fp32_parameters, parameter_names, stored_nam
 from common.store.errors import described
 from common.store.posix import write_new_file
 
-STAGING_FOLDER = (
-    ".export-incomplete"  # Name of the folder for unfinished files, inside the directory that they are for
-)
+# Name of the folder for unfinished files, inside the directory that they are for
+STAGING_FOLDER = ".export-incomplete"
 
 
 class NonFiniteWeights(FinetuneError):
@@ -75,11 +74,11 @@ def discard_staging_folder(directory: Path) -> None:
 def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
     """Write a new safetensors file, with ``metadata`` in its header, and sync it.
 
-    ``safetensors`` would write it through the page cache, at a quarter of a drive's rate.
+    ``safetensors`` would write it through the page cache, at a quarter of a drive's rate. A failure leaves a part of
+    it, so use it in the folder of :func:`make_staging_folder`.
     """
-    ordered = sorted(
-        tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])
-    )  # each at its alignment
+    # Each at its alignment
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
     end = 0
     for name, value in ordered:
@@ -188,9 +187,8 @@ class CheckpointWriter:
         self._allows_nonfinite = allow_nonfinite
         self._source = source
         self._nonfinite: str | None = None
-        self._names: dict[
-            str, list[str]
-        ] = {}  # Names on disk, by the names that ``save_pretrained`` would give
+        # Names on disk, by the names that ``save_pretrained`` would give
+        self._names: dict[str, list[str]] = {}
         if source is not None:
             meta = {self._stored_name[name]: parameter.data for name, parameter in model.named_parameters()}
             self._names = source.stored_names(to_disk(model, meta))

@@ -59,20 +59,17 @@ class BlockCalls:
         self._links = links or BlockLinks()
         self.documents = documents  # That share the rows; None: every row is one
         self.arguments = list(arguments)  # Positional and keyword arguments of each block
-        self.first_hidden: torch.Tensor | None = (
-            None  # Input of the first block, until the embedding hands it out
-        )
+        # Input of the first block, until the embedding hands it out
+        self.first_hidden: torch.Tensor | None = None
         self.hidden_shape: tuple[int, ...] = ()  # Shape of the hidden states
-        self.cache: ChunkCache | None = (
-            None  # Keys and values of earlier chunks of the row, if it passes in chunks
-        )
+        # Keys and values of earlier chunks of the row, if it passes in chunks
+        self.cache: ChunkCache | None = None
         self.edits: dict[int, HiddenEdit] = {}
         self._values: dict[Key, torch.Tensor] = {}
         self._gradients: dict[Key, torch.Tensor] = {}
         self._keys: dict[int, Key] = {}  # by the identity of the tensor
-        self._alive: list[
-            torch.Tensor
-        ] = []  # keeps placeholders alive, so that no other tensor gets their identity
+        # Keeps placeholders alive, so that no other tensor gets their identity
+        self._alive: list[torch.Tensor] = []
         self._shared: dict[Any, Any] | None = None  # content of the shared dictionary now
         self._shared_before: dict[int, dict[Any, Any]] = {}  # content before each block
         self._latest_run = _BlockRun()

@@ -21,12 +21,10 @@ EMBEDDING = -1
 class BlockLinks:
     """The links between the blocks of a model, which are the same for all batches."""
 
-    carried: frozenset[tuple[int, str]] = (
-        frozenset()
-    )  # Arguments with gradients for the embedding: block, path
-    consumed: frozenset[Key] = (
-        frozenset()
-    )  # Tensors that blocks return for other blocks besides hidden states
+    # Arguments with gradients for the embedding: block, path
+    carried: frozenset[tuple[int, str]] = frozenset()
+    # Tensors that blocks return for other blocks besides hidden states
+    consumed: frozenset[Key] = frozenset()
     shared: bool = False  # Whether blocks are given one dictionary, in which they leave values for each other
 
     def __bool__(self) -> bool:
@@ -77,9 +75,8 @@ class HiddenEdit:
     steps: tuple[tuple[Callable[..., Any], Any, Any, Any], ...]
     source: int  # Identity of the earlier block's output, when it was recorded
     result: int  # Identity of the block's input, also
-    values: Mapping[
-        int, Key
-    ]  # Names of other tensors that may carry gradients (image features, say), by identity
+    # Names of other tensors that may carry gradients (image features, say), by identity
+    values: Mapping[int, Key]
 
     def apply(self, hidden: torch.Tensor, value: Callable[[Key], torch.Tensor]) -> torch.Tensor:
         """Repeat the calls on ``hidden``, with ``value`` to look up other tensors, and return their result."""

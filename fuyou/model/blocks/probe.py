@@ -30,9 +30,8 @@ class BlockProbe:
     def __init__(self, returns: dict[type[nn.Module], tuple[TreeSpec, list[Any]]], all_blocks: bool):
         self.returns = returns
         self._all_blocks = all_blocks
-        self.values: dict[
-            Key, torch.Tensor
-        ] = {}  # Meta tensors that blocks have returned next to hidden states
+        # Meta tensors that blocks have returned next to hidden states
+        self.values: dict[Key, torch.Tensor] = {}
         self.left: list[torch.Tensor] = []  # Tensors that blocks have left in shared dictionaries
         self.dtypes: set[torch.dtype] = set()  # Dtypes of the hidden states that blocks have returned
 

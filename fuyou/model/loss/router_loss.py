@@ -76,9 +76,8 @@ class RouterPass:
         self._sums: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
-        self._graph: tuple[torch.Tensor, torch.Tensor] | None = (
-            None  # the loss, and the probabilities that it is of
-        )
+        # The loss, and the probabilities that it is of
+        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
         self.value = math.nan
         """Loss of the whole batch, before it is multiplied by its coefficient; NaN until :meth:`combine`."""
         self.share = torch.tensor(math.nan)

@@ -28,9 +28,8 @@ from fuyou.model import chunks
 from fuyou.model.blocks.probe import is_grouped_product
 from fuyou.model.operators import makes_views
 
-ALIGN_BYTES = (
-    256  # Every saved output starts on a multiple of this many bytes, as memory from an allocator does
-)
+# Every saved output starts on a multiple of this many bytes, as memory from an allocator does
+ALIGN_BYTES = 256
 
 _aten = torch.ops.aten
 _ON_CPU = str(_aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -359,9 +358,8 @@ def _hands_over(function: Any, args: Any, outputs: list[torch.Tensor]) -> bool:
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     packet = function.overloadpacket
     if "scaled_dot_product" in packet.__name__ and "attention" in packet.__name__:
-        query, key, value = (
-            each.shape for each in args[:3]
-        )  # PyTorch 2.11's own formula refuses shared heads
+        # PyTorch 2.11's own formula refuses shared heads
+        query, key, value = (each.shape for each in args[:3])
         return 2.0 * query[:3].numel() * key[2] * (query[3] + value[3])
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))

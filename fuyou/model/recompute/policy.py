@@ -48,9 +48,8 @@ class SavableOutput:
     operator: str  # Name of the operator, such as ``aten.addmm.default``
     ordinal: int  # Number of the call among the block's calls of that operator, from 0
     nbytes: int  # Bytes of all outputs
-    saved_flops: (
-        float  # FLOPs that a recomputation saves if it is saved with everything before it in the list
-    )
+    # FLOPs that a recomputation saves if it is saved with everything before it in the list
+    saved_flops: float
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,8 @@ def saved_outputs(trace: BlockTrace, operators: Collection[tuple[str, int]], row
 class ActivationPolicy:
     """The activations that a run saves beyond block inputs: outputs of some operators, in some of the blocks."""
 
-    operators: tuple[
-        tuple[str, int], ...
-    ]  # Name and ordinal of each call, as :class:`SavableOutput` has them
+    # Name and ordinal of each call, as :class:`SavableOutput` has them
+    operators: tuple[tuple[str, int], ...]
     layers: int  # Number of blocks that save them
 
 

@@ -134,7 +134,8 @@ class _FollowPlan(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # What is compiled runs eagerly in a mode anyway, and PyTorch's guard costs 3 us per operator
+        # What is compiled runs eagerly in a mode anyway, and PyTorch's guard costs 3 us per operator
+        return False
 
     def run(self, work: Callable[[], torch.Tensor], around: list[ModuleCall] | None) -> torch.Tensor:
         """Return what ``work`` does, following it in these calls of modules, or all the time."""

@@ -12,12 +12,10 @@ from common.errors import FinetuneError
 from fuyou.optimizer.process.protocol import BEAT_SECONDS, Alive, Failed, Ready, Setup
 from fuyou.optimizer.process.start import StartedProcess
 
-PATIENCE_BEATS = (
-    30  # Number of missing signs of life in a row (a minute) after which the process counts as hung
-)
-_UNKILLABLE_SECONDS = (
-    10.0  # Time after which a killed process is left behind that still hangs in a call to a drive
-)
+# Number of missing signs of life in a row (a minute) after which the process counts as hung
+PATIENCE_BEATS = 30
+# Time after which a killed process is left behind that still hangs in a call to a drive
+_UNKILLABLE_SECONDS = 10.0
 
 
 class OptimizerLink:

@@ -18,9 +18,8 @@ def main(pipe_fd: int) -> None:
     """Report the start, receive the set-up, and serve until the engine closes the pipe."""
     # The engine ends this process by SIGTERM, which a rank of several blocks, and what is blocked is inherited.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the engine decides what it means
+    # Ctrl-C reaches the whole group; the engine decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = EnginePipe(pipe_fd)
     try:
         pipe.send(Ready())

@@ -62,9 +62,8 @@ class Setup:
     ring_chunks: int  # Number of chunk buffers: one is read into, one updated, one written from
     shared: SharedRegions
     threads: int
-    resident: list[int] = field(
-        default_factory=list
-    )  # Records whose states stay in memory once they have been read
+    # Records whose states stay in memory once they have been read
+    resident: list[int] = field(default_factory=list)
     throttle: Throttle | None = None  # Limit of the drives' speed, for experiments; None: as fast as they are
 
 
@@ -84,9 +83,8 @@ class ReadStates:
 
     record: int
     source: int
-    sums: (
-        PartSums | None
-    )  # Checksums that they must have; None: they are in memory already (resident records only)
+    # Checksums that they must have; None: they are in memory already (resident records only)
+    sums: PartSums | None
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,8 @@ class UpdateRecord:
     gradient: int  # Index of the host buffer with the gradient
     target: int | None  # Slot; None: nothing is written (resident records only)
     update: Update
-    missed: dict[int, int] = field(
-        default_factory=dict
-    )  # Earlier steps without a gradient, by index; 0 if not listed
+    # Earlier steps without a gradient, by index; 0 if not listed
+    missed: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,8 @@ class Updated:
     start_time: float
     end_time: float
     adam_intervals: list[tuple[float, float]]  # Times of computing, on :func:`time.monotonic`'s clock
-    absent: tuple[
-        int, ...
-    ] = ()  # Indices of parameters of the record that had no gradient, and were left as they were
+    # Indices of parameters of the record that had no gradient, and were left as they were
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

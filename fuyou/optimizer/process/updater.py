@@ -39,9 +39,8 @@ from fuyou.optimizer.process.write_back import (
 class _ResidentStates:
     def __init__(self, record: Record):
         self.buffer = HostBuffer(record.state_nbytes).touch()
-        self.write: WriteBack | None = (
-            None  # Latest write-back, which must end before the states change again
-        )
+        # Latest write-back, which must end before the states change again
+        self.write: WriteBack | None = None
 
 
 class RecordUpdater:
@@ -188,9 +187,8 @@ class RecordUpdater:
             self._writer.write(write, self._resident_memory(message.record, chunk), parameters)
 
     def _begin_write(self, index: int, target: int | None) -> WriteBack:
-        write = self._writer.begin(
-            index, target or 0, len(self._chunks(index))
-        )  # None: nothing will be written
+        # None: nothing will be written
+        write = self._writer.begin(index, target or 0, len(self._chunks(index)))
         resident = self._resident.get(index)
         if resident is not None:
             if resident.write is not None:

@@ -36,9 +36,8 @@ class Profile:
     tokens: int  # Tokens in a micro-batch
     # Seconds of one micro-batch, part by part, as in the engine's tasks.
     measured_tokens: int  # Tokens that were run; times are scaled up to a whole micro-batch
-    matmul_flops_per_second: (
-        float  # FLOPs per second of matrix products with the shapes of the block's parameters
-    )
+    # FLOPs per second of matrix products with the shapes of the block's parameters
+    matmul_flops_per_second: float
     embed_forward_seconds: float
     block_forward_seconds: float
     block_backward_seconds: float  # Seconds with the forward pass computed again, as far as it is needed
@@ -46,9 +45,8 @@ class Profile:
     head_seconds: float  # Seconds of forward and backward pass
     head_forward_seconds: float
     embed_backward_seconds: float
-    block_parameters: (
-        float  # Parameters of a block that one token uses: of routed experts those that it visits
-    )
+    # Parameters of a block that one token uses: of routed experts those that it visits
+    block_parameters: float
     upload_bytes_per_second: float  # Bytes per second from host to device while both directions are busy
     download_bytes_per_second: float
 

@@ -230,9 +230,8 @@ def open_scratch(directories: Sequence[Path], layout: Layout, throttle: Throttle
 
 # -- the link to the device -------------------------------------------------------------------------------------------
 
-LARGEST_COPY_BYTES = (
-    64 << 20
-)  # Largest copy that is measured: a block's parameters are rarely smaller where it matters
+# Largest copy that is measured: a block's parameters are rarely smaller where it matters
+LARGEST_COPY_BYTES = 64 << 20
 _COPIES = 5
 
 

@@ -57,9 +57,8 @@ class PieceVisits:
         self._blocks = layout.blocks
         self._add_gradient = add_gradient
         self._passes: dict[int, _Pass] = {}  # by micro-batch
-        self._handles: tuple[tuple[int, Phase], PieceHandles] | None = (
-            None  # those that all its micro-batches share
-        )
+        # Those that all its micro-batches share
+        self._handles: tuple[tuple[int, Phase], PieceHandles] | None = None
 
     def begin(
         self,

@@ -68,9 +68,8 @@ class StepComputation:
         """To be settled between forward and backward pass, if the loss has a router loss."""
         self._calls: list[BlockCalls | None] = [None] * len(self._micro)
         self._random: dict[tuple[int | None, int], tuple[torch.Tensor, ...]] = {}
-        self._random_states: dict[
-            tuple[int, int], tuple[torch.Tensor, ...]
-        ] = {}  # where blocks are in pieces
+        # Where blocks are in pieces
+        self._random_states: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._recorded: dict[tuple[int, int], SavedForward] = {}
         self._saved: list[float] = []
         self.parameters = TaskParameters(stack, self._buffers)

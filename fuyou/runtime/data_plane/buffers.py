@@ -83,9 +83,8 @@ class Buffers:
         }
         self.key_gradients = DeviceBuffers(device, plan.key_gradient_bytes, 1)
         """Sums of the gradients of one row's keys and values, if rows pass in chunks."""
-        self._absence_marks: dict[
-            int, AbsenceMarks
-        ] = {}  # By index of the record, with a tensor on the device
+        # By index of the record, with a tensor on the device
+        self._absence_marks: dict[int, AbsenceMarks] = {}
         self.shared = self._regions()  # Where host parameters and gradients lie in the shared memory file
         with shortage_explained(self.shared.nbytes):
             os.ftruncate(shared_fd, self.shared.nbytes)
@@ -181,10 +180,7 @@ class Buffers:
             for buffer in self._host_buffers:
                 buffer.close()
             self.parameters = self.gradients = self.wide = {}
-            for name in (
-                "activations",
-                "decoded",
-                "key_gradients",
-            ):  # gone where an exception ended an earlier call
+            for name in ("activations", "decoded", "key_gradients"):
+                # Gone where an exception ended an earlier call
                 vars(self).pop(name, None)
             self.device.release()

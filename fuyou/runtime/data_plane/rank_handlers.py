@@ -47,9 +47,8 @@ class RankHandlers:
         It is equal on all nodes, or something is broken; 0 for a single node, whose parameters nobody else has.
         """
         checksum = self._checksums.pop(step, 0)
-        for older in [
-            other for other in list(self._checksums) if other < step
-        ]:  # the lane adds to it meanwhile
+        for older in [other for other in list(self._checksums) if other < step]:
+            # The lane adds to it meanwhile
             del self._checksums[older]
         return checksum
 

@@ -46,9 +46,8 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     }.items():
         wrong = finetune("--verify", place)
         assert wrong.status == 2 and re.search(message, wrong.err), wrong.err
-    copies = [
-        tmp_path / "copy" / drive.name for drive in drives
-    ]  # as they lie where several ranks share drives
+    # As they lie where several ranks share drives
+    copies = [tmp_path / "copy" / drive.name for drive in drives]
     for drive, copy in zip(drives, copies, strict=True):
         (folder,) = drive.iterdir()
         shutil.copytree(folder, copy / folder.name / "rank-1")
@@ -63,9 +62,8 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
     )
     shutil.rmtree(moving)
 
-    for file in drives[1].glob(
-        "*/weights.*"
-    ):  # one byte per page in both slots, whichever is the committed one
+    for file in drives[1].glob("*/weights.*"):
+        # One byte per page in both slots, whichever is the committed one
         content = bytearray(file.read_bytes())
         for position in range(0, len(content), 4096):
             content[position] ^= 1

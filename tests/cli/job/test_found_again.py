@@ -162,9 +162,8 @@ def test_no_committed_step_is_lost(
         assert refusal and str(lost) in refusal, outcome
         assert "--overwrite" in refusal or "--ssd" in refusal
     elif record == "ended" or (not is_visible and way != "resume"):
-        assert (
-            outcome == "begun" or refusal
-        )  # a finished run in which nothing is left to lose; or nothing to see
+        # A finished run in which nothing is left to lose; or nothing to see
+        assert outcome == "begun" or refusal
     elif way == "resume":
         assert refusal and str(tmp_path) in refusal, outcome
     elif committed and "second" in damage:

@@ -27,9 +27,8 @@ from fuyou.planner.training_job import job_of_run
 
 
 def job(output: Path = Path("out"), **changes: Any) -> Job:
-    options = {field.name for field in option_fields(Settings)} - {
-        "ssd"
-    }  # a job has the directories themselves
+    # A job has the directories themselves
+    options = {field.name for field in option_fields(Settings)} - {"ssd"}
     given = {name: changes.pop(name) for name in list(changes) if name in options - {"seq_len"}}
     settings = Settings(model="m", batch_size=4, dtype="bf16", output=output, **given)
     rate = LearningRate(settings.schedule, 1.0, 2, changes.pop("total", 10))

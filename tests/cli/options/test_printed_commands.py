@@ -28,10 +28,8 @@ def texts() -> Iterator[tuple[str, str]]:
     for file in sorted(
         file for top in ("cli", "fuyou", "fcdp", "common") for file in (ROOT / top).rglob("*.py")
     ):
-        if file.name in (
-            "command.py",
-            "drawing.py",
-        ):  # whose examples are below, and whose style has variables
+        if file.name in ("command.py", "drawing.py"):
+            # Whose examples are below, and whose style has variables
             continue
         tree = ast.parse(file.read_text())
         parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -54,10 +52,8 @@ def test_options_that_messages_name_exist() -> None:
     options = Finetune(lambda name: 0).options
     known = {name for option in options for name in (*option.opts, *option.secondary_opts)} | OF_OTHERS
     known |= {"--help", "--version", "--no-x", *(f"--{name}" for name in COMMANDS)}
-    known |= {
-        "--single-slot",
-        "--train-experts",
-    }  # the engine's alone, and of stores that earlier versions made
+    # The engine's alone, and of stores that earlier versions made
+    known |= {"--single-slot", "--train-experts"}
     named = {
         (file, word) for file, text in texts() for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)
     }
@@ -72,9 +68,8 @@ def test_commands_in_messages_parse() -> None:
     assert commands >= {" plan --cluster x --model x"}
     for command in commands:
         words = ["2" if word == "N" else word for word in shlex.split(command)]
-        ends = [
-            end for end in range(len(words), 0, -1) if is_understood(words[:end])
-        ]  # then a sentence continues
+        # Then a sentence continues
+        ends = [end for end in range(len(words), 0, -1) if is_understood(words[:end])]
         options = [place for place, word in enumerate(words) if word.startswith("--")]
         assert ends and ends[0] > options[-1], command
 

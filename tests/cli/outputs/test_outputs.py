@@ -146,10 +146,8 @@ def test_what_is_not_listed_or_changed_is_in_the_way_and_stays(name: str, earlie
     (earlier / name).write_text("mine, and longer")
     with pytest.raises(UserError, match="which no run has written there, or which changed since"):
         Outputs.read(earlier).check(**ANY)
-    with (
-        contextlib.suppress(UserError),
-        claim(settings_of(earlier)) as outputs,
-    ):  # which looks at the result only
+    with contextlib.suppress(UserError), claim(settings_of(earlier)) as outputs:
+        # Which looks at the result only
         outputs.begin()
     assert (earlier / name).read_text() == "mine, and longer"
 

@@ -62,7 +62,8 @@ def test_values_are_those_of_the_metrics(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("cli.report.page.warranted_bytes", lambda _: 10**15)
     lines = entries(1000)
     metrics = tmp_path / "metrics.jsonl"
-    others = '{"step": 1001, "loss": "edited"}\n{"step": "1002"}\n{"step": 1003, "los'  # the last one cut by a crash
+    # The last one cut by a crash
+    others = '{"step": 1001, "loss": "edited"}\n{"step": "1002"}\n{"step": 1003, "los'
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + others)
     assert read_metrics(metrics) == lines
     written = RunPage(JOB, PLAN, CONFIG, metrics)

@@ -211,9 +211,8 @@ def write(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", [kind for kind, refused in REFUSED.items() if refused])
 def test_it_is_refused_in_one_sentence(kind: str, run: Callable[[str, str], Any], tmp_path: Path) -> None:
     refused = REFUSED[kind]
-    if len(set(refused.values())) == 1 and len(refused) == len(
-        DATA
-    ):  # by its class, before the objective is looked at
+    if len(set(refused.values())) == 1 and len(refused) == len(DATA):
+        # By its class, before the objective is looked at
         refused = {name: refused[name] for name in ("sft", "classify")}
     for objective, text in refused.items():
         done = run(kind, objective)

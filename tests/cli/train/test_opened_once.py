@@ -36,9 +36,8 @@ def test_what_a_run_opens(
     monkeypatch.setattr("common.models.adapters.adapted_model.build_meta_model", build)
     for kind in (OpenModel, StreamedModel, MemoryPlanner):
         monkeypatch.setattr(kind, "__init__", counting(kind.__name__, kind.__init__))
-    monkeypatch.setattr(
-        "fuyou.engine.opening.prove_once", lambda *args, **more: None
-    )  # its small models are others
+    # Its small models are others
+    monkeypatch.setattr("fuyou.engine.opening.prove_once", lambda *args, **more: None)
 
     words = ["train", "--model", str(checkpoint), "--data", "random", "--steps", "1", "--batch-size", "1"]
     words += [

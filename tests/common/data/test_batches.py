@@ -223,9 +223,8 @@ def test_cache_is_used_again_and_noticed_when_stale(
     [name] = token_files()
     prepared = token_files()
     assert equal(open_data(DataConfig((corpus,), 64, 2), make_tokenizer(), cache).batch(3), before)
-    tokenizer(
-        ["padded", "and cut"], padding=True, truncation=True, max_length=4
-    )  # leaves its mark in the tokenizer
+    # Leaves its mark in the tokenizer
+    tokenizer(["padded", "and cut"], padding=True, truncation=True, max_length=4)
     open_data(DataConfig((corpus,), 64, 5, seed=9), tokenizer, cache)
     assert token_files() == prepared, "made once more"
 

@@ -33,9 +33,7 @@ def test_a_byte_order_mark_is_no_part_of_conversations(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("\ufeffa template")
     assert chat_template_named(str(file)) == "a template"
-    for template in (
-        "\ufeffa template",
-        {"default": "a template", "tool_use": "\ufeffanother"},
-    ):  # of a tokenizer
+    for template in ("\ufeffa template", {"default": "a template", "tool_use": "\ufeffanother"}):
+        # Of a tokenizer
         with pytest.raises(UserError, match="begins with a byte order mark"):
             dated(template, DAY)

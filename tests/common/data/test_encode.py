@@ -72,9 +72,8 @@ def test_no_eos() -> None:
 PIECES = ["The", "quick fox", " ", "\n", "  \n", "\t", "é", "字字字", "x" * 40, "12345."]
 
 
-@pytest.mark.parametrize(
-    "normalizer", [None, normalizers.Prepend(" ")]
-)  # of Llama 2: a space before every text
+# Of Llama 2: a space before every text
+@pytest.mark.parametrize("normalizer", [None, normalizers.Prepend(" ")])
 @settings(max_examples=40)
 @given(words=st.lists(st.sampled_from(PIECES), max_size=80))
 def test_a_text_in_segments_has_the_tokens_of_the_whole(normalizer: Any, words: list[str]) -> None:

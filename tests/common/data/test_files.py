@@ -92,9 +92,8 @@ def test_what_save_to_disk_leaves(tmp_path: Path) -> None:
     records = [{"text": f"document {number}", "n": None if number else 1} for number in range(600)]
     data = datasets.Dataset.from_list(records)
     data.save_to_disk(tmp_path / "one", num_shards=2)
-    shutil.copy(
-        tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-abc.arrow"
-    )  # as map leaves
+    # As map leaves
+    shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-abc.arrow")
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "several")
     datasets.DatasetDict({"a": data, "b": data}).save_to_disk(tmp_path / "others")
     data.save_to_disk(tmp_path / "sets" / "x")

@@ -72,9 +72,8 @@ def test_a_long_conversation_keeps_its_beginning_up_to_an_answer(
 ) -> None:
     tokenizer = make_tokenizer(template)
     (ids, trained), answers = plainly(tokenizer, messages, closing)
-    behind = len(closing) - len(
-        "</s>\n"
-    )  # the line break behind an answer belongs to its turn, trained on or not
+    # The line break behind an answer belongs to its turn, trained on or not
+    behind = len(closing) - len("</s>\n")
     ends = [stop - behind for _, stop in answers]
     kept = set()
     for seq_len in range(2, len(ids) + 3):

@@ -25,12 +25,8 @@ def test_classes_are_numbered() -> None:
     items = classes_of_records(records, {name: number for number, name in enumerate(names)})
     assert [(item.mark, len(item.examples)) for item in items] == [(1, 1), (0, 1), (1, 0)]
     assert labels_of_records(given({"text": "a", "label": 10}, {"text": "b", "label": 0.0})) == ["0", "10"]
-    for names in (
-        ["01", "02"],
-        ["1.0", "2.0"],
-        ["1", "\N{SUPERSCRIPT TWO}"],
-        ["NA", "None"],
-    ):  # as they are written
+    for names in (["01", "02"], ["1.0", "2.0"], ["1", "\N{SUPERSCRIPT TWO}"], ["NA", "None"]):
+        # As they are written
         assert labels_of_records(given(*({"text": "a", "label": name} for name in names))) == names
 
 

@@ -56,6 +56,5 @@ def test_images_need_no_torchvision(tmp_path: Path, kind: str, names_class: bool
     width = 3 * 2 * PUBLISHED[kind][1]["patch_size"] ** 2
     assert made["pixel_values"].shape == (int(patches.sum()), width)
     pad = processor.tokenizer.convert_tokens_to_ids(MARKS[2])
-    assert (
-        int((made["input_ids"] == pad).sum()) == int(patches.sum()) // 4
-    )  # four patches are merged into a token
+    # Four patches are merged into a token
+    assert int((made["input_ids"] == pad).sum()) == int(patches.sum()) // 4

@@ -20,7 +20,8 @@ def named(config: PreTrainedConfig, *architectures: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize(("config", "name", "task"), [
     (LlamaConfig(), "LlamaForCausalLM", TaskType.CAUSAL_LM),
-    (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", TaskType.CAUSAL_LM),  # as early checkpoints say
+    # As early checkpoints say
+    (named(LlamaConfig(), "LLaMAForCausalLM"), "LlamaForCausalLM", TaskType.CAUSAL_LM),
     (named(LlamaConfig(), "LlamaModel"), "LlamaForCausalLM", TaskType.CAUSAL_LM),
     (named(LlamaConfig(), "LlamaForSequenceClassification"), "LlamaForSequenceClassification",
      TaskType.SEQUENCE_CLASSIFICATION),

@@ -70,9 +70,8 @@ def _agrees(count: float, published: str) -> bool:
 def test_a_directory_wins_over_a_preset_and_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-7b").mkdir()
-    assert (
-        load_config("llama-7b")[0].num_hidden_layers == 32
-    )  # an empty directory of that name is not in the way
+    # An empty directory of that name is not in the way
+    assert load_config("llama-7b")[0].num_hidden_layers == 32
     family_config("llama").save_pretrained("llama-7b")
     config, directory = load_config("llama-7b")
     assert isinstance(config, LlamaConfig) and config.num_hidden_layers == 3

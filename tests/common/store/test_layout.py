@@ -29,9 +29,8 @@ def test_extents_are_page_aligned_and_never_overlap(directories, requests):
             whole = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT  # a tail is written as a whole page
             assert piece.offset >= extent.offset
             taken[file] = max(taken.get(file, 0), piece.offset + whole)
-        assert (
-            taken[file] == layout.file_bytes()[file]
-        )  # not a page more than needed in the fullest directory
+        # Not a page more than needed in the fullest directory
+        assert taken[file] == layout.file_bytes()[file]
 
 
 @pytest.mark.parametrize("directories", [1, 2, 3, 5])

@@ -36,9 +36,8 @@ def test_damage_is_reported_and_never_believed(directory, data):
     path = directory / MANIFEST_FILE
     whole = bytearray(path.read_bytes())
     if data.draw(st.booleans(), label="truncate"):
-        damaged = whole[
-            : data.draw(st.integers(0, len(whole) - 2))
-        ]  # without the final line feed it is still whole
+        # Without the final line feed it is still whole
+        damaged = whole[: data.draw(st.integers(0, len(whole) - 2))]
     else:
         damaged = bytearray(whole)
         damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))

@@ -48,11 +48,8 @@ def step(trained: fuyou.Engine, tokens: int) -> None:
 def test_a_token_takes_the_memory_that_is_planned_for_it(feed_forward: int, tmp_path: Path) -> None:
     """Of the device: inputs of blocks, keys, values, their gradients, and what blocks are called with. The peak is in
     attention, or in a wide feed-forward network, which has no copies of keys and values."""
-    planned, measured, lengths = (
-        [],
-        [],
-        (1024, 6144, 12288),
-    )  # the first fills caches; others exceed attention's tile
+    # The first fills caches; others exceed attention's tile
+    planned, measured, lengths = [], [], (1024, 6144, 12288)
     for tokens in lengths:
         ssd = tmp_path / str(tokens)
         ssd.mkdir()

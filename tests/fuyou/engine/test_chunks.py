@@ -122,11 +122,8 @@ def test_losses_and_gradients_are_those_of_whole_rows(family: str) -> None:
     expected.backward()
     largest = max(float(value.grad.abs().max()) for value in parameters.values() if value.grad is not None)
     step = SmallStep(model, parameters)
-    for chunk in (
-        12,
-        27,
-        27,
-    ):  # of 12: the last two; the second time, blocks recompute by the trace of the first
+    for chunk in (12, 27, 27):
+        # Of 12: the last two; the second time, blocks recompute by the trace of the first
         assert step.run(batch, 1, chunk) == pytest.approx(float(expected.detach()), rel=1e-6)
         for name, gradient in step.gradients.items():
             there = parameters[name].grad
@@ -196,9 +193,8 @@ def test_steps_and_evaluation_through_all_tiers(
 ) -> None:
     """With one row's keys and values on the device, two in host memory, and the others on the drives."""
     feed = batches(3, packed=options.get("packed", False))
-    options = options | {
-        "eps": 1e-2
-    }  # a small one turns what rounding leaves of a zero gradient into whole updates
+    # A small one turns what rounding leaves of a zero gradient into whole updates
+    options = options | {"eps": 1e-2}
     config = options.pop("config", tiny_configs()["llama"])
     seen = []
     for chunk in (None, 12):

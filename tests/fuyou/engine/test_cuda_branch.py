@@ -31,9 +31,8 @@ def save(family: str, path: Path) -> Path:
     torch.manual_seed(1)
     config = tiny_configs()[family]
     if family == "gpt2":
-        config.n_head = (
-            3  # heads of 16: CUDA's kernels pad 12, and some processors round their sums otherwise
-        )
+        # Heads of 16: CUDA's kernels pad 12, and some processors round their sums otherwise
+        config.n_head = 3
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 

@@ -164,7 +164,8 @@ def test_states_that_live_in_host_memory(
 
 @pytest.mark.parametrize(("counts", "clip"), [
     ({"device_activations": 30, "host_activations": 0}, None),  # all on the device
-    pytest.param({"device_activations": 4, "host_activations": 30}, None, marks=pytest.mark.slow),  # most on the host
+    # Most on the host
+    pytest.param({"device_activations": 4, "host_activations": 30}, None, marks=pytest.mark.slow),
     pytest.param({**SCARCE, **ONE_OF_EACH}, None, marks=pytest.mark.slow),  # most on SSD
     ({**SCARCE, **ONE_OF_EACH}, 0.5),
     ({**SCARCE, "device_blocks": 3, "host_blocks": 2, "host_activations": 5}, 0.5),

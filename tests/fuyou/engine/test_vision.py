@@ -22,11 +22,8 @@ from tests.helpers.models.vision_families import (
     text_batch,
 )
 
-OPTIONS = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "eps": 1e-6,
-}  # at 1e-8, gradients that are rounding become updates
+# At 1e-8, gradients that are rounding become updates
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 
 
 def engine(checkpoint: Path, ssd: Path, **options: Any) -> fuyou.Engine:

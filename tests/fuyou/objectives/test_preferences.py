@@ -52,9 +52,8 @@ def test_the_loss_is_that_of_the_paper() -> None:
 
 def test_a_model_that_is_its_reference_has_a_loss_of_ln_2() -> None:
     log_probs, mask, _ = batch(5)
-    sums = (log_probs * mask).sum(
-        1
-    )  # as a reference that was computed before training: a number for each row
+    # As a reference that was computed before training: a number for each row
+    sums = (log_probs * mask).sum(1)
     assert float(
         PairObjective(BETA).learn(BatchNumbers(TokenOutput({"log_probs": log_probs}, mask), sums)).loss
     ) == math.log(2)

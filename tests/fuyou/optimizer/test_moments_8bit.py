@@ -58,9 +58,8 @@ def test_master_weights_of_24_bits() -> None:
     bits = torch.randint(-(2**31), 2**31, (COUNT,), generator=torch.Generator().manual_seed(5)).to(
         torch.int32
     )
-    bits[:4] = torch.tensor(
-        [0x3F808080, 0x3F807F80, 0x3F80FF80, 0x3FFFFF80]
-    )  # ties, with and without a carry
+    # Ties, with and without a carry
+    bits[:4] = torch.tensor([0x3F808080, 0x3F807F80, 0x3F80FF80, 0x3FFFFF80])
     masters = bits.view(torch.float32)
     masters = masters[masters.isfinite() & (masters.abs() > 1e-37) & (masters.abs() < 1e38)]
     high, low = torch.empty_like(masters, dtype=torch.bfloat16), torch.empty_like(masters, dtype=torch.int8)

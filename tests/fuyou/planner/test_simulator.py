@@ -154,9 +154,8 @@ def test_keeping_outputs_helps_where_computing_is_the_bound_and_hurts_where_the_
         after, tasks = keep(layers, device, micro, compute)
         assert before - after == pytest.approx(saved / 1e6, rel=0.01)
         moved = sum(task.nbytes for task in tasks.tasks if task.op is Op.ACTIVATION_WRITE)
-        assert moved == (
-            0 if device > micro * LAYERS else kept - 4 * 10_000
-        )  # two on the device, two on the host stay
+        # Two on the device, two on the host stay
+        assert moved == (0 if device > micro * LAYERS else kept - 4 * 10_000)
     drives = replace(FAST, read_bytes_per_second=1e6, write_bytes_per_second=1e6)
     before, _ = keep([], 0, micro, drives)
     after, _ = keep(layers, 2, micro, drives)

@@ -104,9 +104,8 @@ def test_a_simulated_step(tmp_path: Path) -> None:
     assert sum(event["args"]["bytes"] for event in uploads if event["args"]["step"] == 4) == moved
     assert {"block 0", "head"} <= {one["name"] for one in lanes["SSDs", "parameter read"]}
     assert length(lanes["SSDs", "all traffic"]) <= step["dur"] / 1e6
-    assert length(
-        lanes["SSDs", "all traffic"]
-    ) == pytest.approx(  # a steady state: as much comes in as goes out
+    # A steady state: as much comes in as goes out
+    assert length(lanes["SSDs", "all traffic"]) == pytest.approx(
         lists[-1].ssd_read_bytes() / RATES.read_bytes_per_second
         + lists[-1].ssd_written_bytes() / RATES.write_bytes_per_second,
         rel=0.1,

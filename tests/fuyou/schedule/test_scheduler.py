@@ -370,9 +370,8 @@ def test_a_reference_moves_no_more_weights(tied: bool, buffers: int) -> None:
     blocks = sum(
         sizes[index] for index in (*(block for (block,) in layout.blocks), *layout.block_adapters[1:])
     )
-    assert flops[0] - flops[1] == 2.0 * 8 * micro * (
-        2 * head + blocks
-    )  # once more, and once for the reference
+    # Once more, and once for the reference
+    assert flops[0] - flops[1] == 2.0 * 8 * micro * (2 * head + blocks)
 
 
 # -- blocks in pieces -------------------------------------------------------------------------------------------------

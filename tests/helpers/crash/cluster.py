@@ -96,10 +96,8 @@ def make_model(directory: Path) -> str:
     torch.manual_seed(3)
     transformers_logging.disable_progress_bar()
     config = tiny_config()
-    config.num_hidden_layers, config.tie_word_embeddings = (
-        1,
-        True,
-    )  # every tensor is two calls more, and three commits
+    # Every tensor is two calls more, and three commits
+    config.num_hidden_layers, config.tie_word_embeddings = 1, True
     LlamaForCausalLM(config).save_pretrained(directory)
     return str(directory)
 

@@ -75,13 +75,8 @@ _TEMPORARY = re.compile(r"(.*\.tmp|\.tmp.*|tmp.*|.*[.-](partial|incomplete)|inco
 # Where records are, which are written in place: what crashes leave there is tried by tests/crash/test_points.py.
 _STORE = re.compile(r"(adapters|out)/store(\.new)?/.*")
 _LOGS = (".jsonl",)  # which grow line by line, and may end in a part of one
-_RUN_FILES = (
-    "run/run.json",
-    "run/index.html",
-    "run/metrics.jsonl",
-    "run/files.json",
-    "cluster.json",
-)  # with times
+# With times
+_RUN_FILES = ("run/run.json", "run/index.html", "run/metrics.jsonl", "run/files.json", "cluster.json")
 
 
 def inputs(folder: Path) -> None:
@@ -171,9 +166,8 @@ class Recorded:
         for point in self.points:
             kinds.setdefault(self.kind(point), []).append(point)
         for number, points in enumerate(kinds.values()):
-            if number % parts == part % len(
-                kinds
-            ):  # where there are fewer kinds than parts: one of them each day
+            if number % parts == part % len(kinds):
+                # Where there are fewer kinds than parts: one of them each day
                 yield points[(part + number) % len(points)], ENDINGS[(part + number // parts) % len(ENDINGS)]
 
     # -- what must hold -----------------------------------------------------------------------------------------------

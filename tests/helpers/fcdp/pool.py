@@ -95,7 +95,8 @@ def _serve(index: int, pipe: Connection, server: str) -> None:
     import fcdp
     from fcdp.strategy.mesh import Levels
 
-    gc.freeze()  # what the libraries are made of is no garbage: looking through it takes longer than most cases
+    # What the libraries are made of is no garbage: looking through it takes longer than most cases
+    gc.freeze()
     torch.set_num_threads(bits.threads())
     forked.use(server)
     forked.stand_in(setattr)

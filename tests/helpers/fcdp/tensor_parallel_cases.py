@@ -118,9 +118,8 @@ def train(topology: fcdp.Topology, run: TwoDimensions, ours: bool) -> Outcome:
         return Outcome(losses, digest(model), weights)
     sharding = fcdp.sharding(model)
     found = sharding.topology
-    reduced = (
-        1 if run.accumulate else run.micro_batches
-    )  # shares of parameters stay where they are between them
+    # Shares of parameters stay where they are between them
+    reduced = 1 if run.accumulate else run.micro_batches
     formula = sum(sharding.inter_node_bytes(reduced, first_step=not step) for step in range(STEPS))
     layout = found.nodes, found.ranks_per_node
     return Outcome(losses, digest(model), weights, layout, sharding.traffic.inter_node, formula)

@@ -27,10 +27,8 @@ FIELDS: dict[str, int | float | str] = {
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 768}
 FAMILIES: dict[str, tuple[PreTrainedConfig, dict[str, int | float | str]]] = {
     "llama": (LlamaConfig(**LLAMA), {}),  # whose queries and keys llama.cpp permutes
-    "gemma2": (
-        Gemma2Config(**LLAMA, head_dim=16),
-        {"attention.key_length": 16},
-    ),  # tied, and its norms have 1 added
+    # Tied, and its norms have 1 added
+    "gemma2": (Gemma2Config(**LLAMA, head_dim=16), {"attention.key_length": 16}),
     "qwen3_moe": (
         Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=16),
         {"attention.key_length": 16, "expert_count": 2, "expert_used_count": 1},

@@ -337,9 +337,8 @@ def _settle(request: dict[str, Any], received: Sequence[int]) -> None:
 
 def execute(words: list[str]) -> None:
     """Run Python's command line."""
-    warnings.simplefilter(
-        "ignore", RuntimeWarning
-    )  # a module that is to be run may have been imported before
+    # A module that is to be run may have been imported before
+    warnings.simplefilter("ignore", RuntimeWarning)
     options = []
     while words[0] in ("-P", "-u"):
         options.append(words.pop(0))

@@ -34,12 +34,10 @@ class FoundTensor:
 
     tensor: CompressedTensor
     names: dict[str, str]  # Names of its components in the files, by their roles
-    attached: tuple[
-        str, ...
-    ] = ()  # Names of tensors that are useless without it: shapes, scales of activations
-    values: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # Components that are no tensors in the files
+    # Names of tensors that are useless without it: shapes, scales of activations
+    attached: tuple[str, ...] = ()
+    # Components that are no tensors in the files
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def even_blocks(name: str, rows: int, columns: int, grid: tuple[int, ...]) -> tuple[int, int]:

@@ -99,9 +99,8 @@ def _q3_k(block: torch.Tensor) -> torch.Tensor:
 def _scales_and_minimums(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales and minimums of the 8 groups of a Q4_K or Q5_K block, which have 6 bits each."""
     scales, least, both = block[..., 4:16].unflatten(-1, (3, 1, 4)).unbind(-3)
-    is_first = (
-        torch.arange(2, device=block.device).unsqueeze(-1) == 0
-    )  # of two halves; concatenating takes a kernel
+    # Of two halves; concatenating takes a kernel
+    is_first = torch.arange(2, device=block.device).unsqueeze(-1) == 0
     scales = torch.where(is_first, scales & 0x3F, both & 0xF | scales >> 2 & 0x30).flatten(-2)
     least = torch.where(is_first, least & 0x3F, both >> 4 | least >> 2 & 0x30).flatten(-2)
     return _halves(block[..., :2]) * scales, _halves(block[..., 2:4]) * least

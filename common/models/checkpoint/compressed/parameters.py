@@ -102,7 +102,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 # Parts of a compressed tensor's components: role, first byte in the component, and values
 Components = Iterable[tuple[str, int, torch.Tensor]]
-ALIGN = 128  # Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device
+# Bytes of a multiple of which every component starts, so that it can be viewed as numbers on any device
+ALIGN = 128
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,10 @@ def adapted(
     ("gpt2", BF16, lambda: LoraConfig(r=4, init_lora_weights=False, lora_bias=True, **EVERY)),
     ("llama", FP32, lambda: LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"])),
     ("llama", BF16, lambda: LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "embed_tokens"])),
-    ("gemma3", FP32, lambda: LoraConfig(r=4, use_dora=True, target_modules=["embed_tokens"])),  # scaled and tied
-    ("qwen3-moe", BF16, AdapterOptions(4, targets=("all-linear",)).peft_config),  # experts are parameters, not layers
+    # Scaled and tied
+    ("gemma3", FP32, lambda: LoraConfig(r=4, use_dora=True, target_modules=["embed_tokens"])),
+    # Experts are parameters, not layers
+    ("qwen3-moe", BF16, AdapterOptions(4, targets=("all-linear",)).peft_config),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_same_as_peft(
@@ -90,9 +92,8 @@ def test_same_as_peft(
     for name, value in again.source(source).read(list(meta)):
         assert torch.equal(value.to(values[name].dtype), values[name]), name
     merged = adapters.merge(values)
-    if (
-        adapters.unties
-    ):  # peft adds the embedding's adapters to the head, too; see tests/cli/train/test_exports.py
+    if adapters.unties:
+        # Peft adds the embedding's adapters to the head, too; see tests/cli/train/test_exports.py
         return
     expected = dict(back.merge_and_unload().named_parameters())
     assert merged.keys() == expected.keys()
@@ -122,9 +123,8 @@ def test_configuration_files(tmp_path: Path) -> None:
             {"q_proj": 7},
         )
         assert not config.inference_mode
-    (tmp_path / CONFIG).write_text(
-        '{"r": 6, "merge_weights": false, "enable_lora": null}'
-    )  # as old versions write
+    # As old versions write
+    (tmp_path / CONFIG).write_text('{"r": 6, "merge_weights": false, "enable_lora": null}')
     assert load_peft_config(tmp_path).r == 6
 
 
@@ -169,7 +169,8 @@ def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> Non
     ({"layers_to_transform": [1, 7]}, "layers_to_transform: the model has no layer 7"),
     ({"layers_to_transform": [1, 7], "layers_pattern": "layers"}, "layers_to_transform: the model has no layer 7"),
     ({"exclude_modules": ["k_proj", "v_porj"]}, "exclude_modules: 'v_porj' matches no module. .*'v_proj'"),
-    ({"exclude_modules": "v_proj"}, "exclude_modules: 'v_proj' matches no module"),  # a pattern for whole names
+    # A pattern for whole names
+    ({"exclude_modules": "v_proj"}, "exclude_modules: 'v_proj' matches no module"),
 ])  # fmt: skip
 def test_entries_that_match_nothing_are_rejected(
     fields: dict[str, Any], said: str, checkpoints: Path

@@ -85,9 +85,8 @@ def test_the_merged_weights_are_those_of_peft(family: str, changes: dict[str, An
     names = {base_name: now for now, base_name in adapters.base_names.items()}
     expected = adapters.merge({names[name]: value.clone() for name, value in before.items()} | values)
 
-    with base.open(
-        "r+b"
-    ) as file:  # the products are added in the file, and read back in the model's order of rows
+    with base.open("r+b") as file:
+        # The products are added in the file, and read back in the model's order of rows
         for tensor in gguf.GGUFReader(base).tensors:
             if tensor.name in added:
                 file.seek(int(tensor.data_offset))

@@ -25,9 +25,8 @@ def _twin(query, key, value, mask, scale, cap, sinks, documents):
     if cap:
         scores = cap * torch.tanh(scores / cap)
     queries, keys = scores.shape[-2:]
-    row = torch.arange(
-        mask.offset + queries - keys, mask.offset + queries
-    )  # tokens of the row that keys belong to
+    # Tokens of the row that keys belong to
+    row = torch.arange(mask.offset + queries - keys, mask.offset + queries)
     own = row[-queries:, None]
     seen = row <= own
     if mask.window:

@@ -36,9 +36,8 @@ def masked(
 
 
 @pytest.mark.parametrize("window", [0, 7, 64])
-@pytest.mark.parametrize(
-    ("heads", "width"), [(2, 8), (4, 8), (4, 6)]
-)  # shared heads; values of another width
+# Shared heads; values of another width
+@pytest.mark.parametrize(("heads", "width"), [(2, 8), (4, 8), (4, 6)])
 def test_values_and_gradients(window: int, heads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_BANDED_QUERIES", 8)  # so that a document takes several tiles
     torch.manual_seed(0)

@@ -68,9 +68,8 @@ def test_a_batch_without_targets_has_no_finite_loss() -> None:
 
 
 def test_a_pass_is_small_for_every_vocabulary() -> None:
-    assert (
-        pass_bytes(4096, 50_257, "cpu") == 20 * 50_257 * 20
-    )  # 20 tokens make just less than a million logits
+    # 20 tokens make just less than a million logits
+    assert pass_bytes(4096, 50_257, "cpu") == 20 * 50_257 * 20
     assert pass_bytes(4096, 3 << 20, "cpu") == (3 << 20) * 20
     assert pass_bytes(7, 100, "cuda") == 700 * 20
     # Of 4,096 tokens, an eighth at once; of few, as many as make a kernel worth its launch

@@ -59,9 +59,8 @@ def test_both_passes_take_the_kernel_that_was_chosen_at_first(
     with sdpa_kernel([at_first]):
         engine = small_engine(tmp_path, **options)
     with engine, recorded(monkeypatch) as found:
-        engine.eval_loss(
-            **BATCH
-        )  # what a family is checked for once, on a small model, is not of interest here
+        # What a family is checked for once, on a small model, is not of interest here
+        engine.eval_loss(**BATCH)
         found.clear()
         for around in (other, at_first):
             with sdpa_kernel([around]):

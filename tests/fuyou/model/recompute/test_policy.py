@@ -102,9 +102,8 @@ def test_a_block_of_llama_and_one_of_gpt2(flops_alone: None) -> None:
     # Attention needs q, k, v and gives a result and a float32 per head and token, which is what its backward saves.
     kernel = saved["aten._scaled_dot_product_flash_attention.default", 0]
     assert kernel.saved_flops == attention
-    assert (
-        2 * n * (2 * h + 4 * 4) <= kernel.nbytes <= 2 * n * (2 * h + 4 * 4) + 2048
-    )  # and two random numbers unused
+    # And two random numbers unused
+    assert 2 * n * (2 * h + 4 * 4) <= kernel.nbytes <= 2 * n * (2 * h + 4 * 4) + 2048
     # The product is first added to, or turned by its position: what is saved there is kept.
     for name in (
         ("aten.add.Tensor", 1),
