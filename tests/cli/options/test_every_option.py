@@ -107,7 +107,7 @@ _NUMBERS = because(
     "lr min_lr beta1 beta2 beta eps weight_decay warmup schedule seed lora_alpha",
 )
 _WRITES = because(
-    "says what is written or printed, and a plan is of steps alone", "output save save_every keep log_every"
+    "says what is written or printed, and a plan is of steps alone", "output save save_every keep log_every log_to"
 )
 _CALL = because(
     "is for the call that trains", "resume overwrite export show_data max_hours patience leave_ssd"
@@ -147,7 +147,8 @@ EXCEPTIONS = {
 NEVER = {
     "train": because("needs drives whose warranty is known", "drive_life")
     | because("needs a run that has begun: test_resumed.py, test_after_step.py", "resume export leave_ssd")
-    | because("needs a GPU, or images, as in plans", "gpu train_vision"),
+    | because("needs a GPU, or images, as in plans", "gpu train_vision")
+    | because("needs a tracker's package: test_trackers.py", "log_to"),
     "plan": because("is given in place of --model: test_plan.py", "max_model"),
     "check": because("needs images, as in plans", "train_vision"),
     "export": because("needs a run that has begun: test_evaluate.py", "ssd overwrite")
