@@ -19,9 +19,10 @@ from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
 from cli.options.command import parse_command_line
 from cli.options.config_file import REMOVED, options_in_files, plain_options
-from cli.options.loss_sum import LossSum, differing_steps, edited_lines
+from cli.options.loss_sum import LossSum, differing_steps, edited_lines, later_steps
 from cli.options.run_record import (
     COMMITS,
+    DESCRIPTION,
     METRICS,
     OPTIONS,
     OUTPUT,
@@ -29,6 +30,7 @@ from cli.options.run_record import (
     RUN,
     STORE,
     RunRecord,
+    StorePlace,
     newest_commit,
     newest_in_memory,
     read_description,
@@ -42,6 +44,7 @@ from common.models.checkpoint.writer import digest_of
 from common.models.generation import FILE as GENERATION
 from common.options import declaration_of, option_fields, spelled
 from common.store import load_manifest
+from common.store.directories import Identity
 from common.store.folders import remove_uncommitted, run_places, uncommitted_directories
 from common.units import counted
 from fuyou.checkpoint.commits import CLUSTER
@@ -149,6 +152,12 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     other += [
         f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)
     ]
+    record = RunRecord.read(output)
+    if record is not None and record.ended_after is not None:
+        for file in (output / HISTORY_FILE, metrics):
+            if later := later_steps(file, record.ended_after):
+                ended = f"the run in {output} was done after step {record.ended_after:,}"
+                other.append(f"{file} has a line for step {later[0]:,}, and {ended}.")
     return other, gaps
 
 
@@ -173,6 +182,8 @@ def faults_of_store(output: Path) -> list[str]:
         return []
     if _is_of_another_run(record, inside):
         return [f"The store in {output} is that of another run."]
+    if exchanged := _exchanged_directories(record, inside):
+        return exchanged
     step = _committed(output).get("step")
     if record.ended_after in (None, step) or step is None:
         return []
@@ -187,6 +198,42 @@ def _is_of_another_run(record: RunRecord, stores: Sequence[Path]) -> bool:
     known = {place.store for place in record.places}
     visible = {place.store for place in store_places(stores)} - {""}  # commits of earlier versions have none
     return bool(known and visible) and not known & (visible | replaced_stores(stores))
+
+
+def _exchanged_directories(record: RunRecord, inside: Sequence[Path]) -> list[str]:
+    """Return a sentence for each directory of a run's stores that lies where the run had another of its directories.
+
+    A copied or moved output has its stores inside, at other paths: of these, the numbers are compared.
+    """
+    noted = {(place.store, place.index): place for place in record.places}
+    names = {place.store for place in record.places}
+    there = [*store_places(inside), *filter(None, map(_directory_at, record.places))]
+    faults = list[str]()
+    for place in there:
+        if place.store not in names:  # of another run, which may be there
+            continue
+        known = noted.get((place.store, place.index))
+        if known is None:
+            faults.append(
+                f"{place.path} is directory {place.index} of the run's store, and {DESCRIPTION} does not name it: copy "
+                f"that file back."
+            )
+        elif known.path != place.path and any(place.path == each.path for each in record.places):
+            faults.append(
+                f"{place.path} holds what the run had in {known.path}: folders were exchanged. Move them back."
+            )
+    return list(dict.fromkeys(faults))
+
+
+def _directory_at(place: StorePlace) -> StorePlace | None:
+    """Return the directory of a store that is where the run had ``place``; None if there is none that can be read."""
+    path = Path(place.path)
+    if path.name == COMMITS:
+        return None  # which has a single directory
+    with contextlib.suppress(FinetuneError, OSError):
+        if (identity := Identity.read(path)) is not None:
+            return StorePlace(place.path, identity.store, identity.index)
+    return None
 
 
 def _committed(output: Path) -> dict[str, Any]:

@@ -81,6 +81,12 @@ def edited_lines(file: Path) -> list[int]:
     ]
 
 
+def later_steps(file: Path, last: int) -> list[int]:
+    """Return the steps after the ``last`` of a run of which a file has lines."""
+    steps = [line.get("step") for line in _parsed(file)]
+    return [step for step in steps if isinstance(step, int) and step > last]
+
+
 def _extended(digest: str, step: int, values: list[Any]) -> str:
     return hashlib.sha256(json.dumps([digest, step, *values]).encode()).hexdigest()[:32]
 

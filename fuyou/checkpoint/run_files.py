@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,21 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
                 f"{store.directories[0] / MANIFEST_FILE} is missing: the run ended before its weights were written "
                 "(enter its command again, with --resume auto), or that file was lost since (copy it back)."
             )
-        content.pop(CLUSTER, None)  # each rank's records are verified alone
+        cluster = content.pop(CLUSTER, None)  # each rank's records are verified alone
         state = state_of(store, content)
         sealed = sealed_records(store, state)
         nbytes, damage = verify(store, sealed)
+        if cluster is not None:
+            damage = [*_exchanged_ranks(store.directories, cluster), *damage]
         return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)
+
+
+def _exchanged_ranks(directories: Iterable[Path], cluster: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each directory of a rank's store that lies in the folder of another rank."""
+    expected = rank_folder(cluster["rank"] % cluster["ranks_per_node"])
+    return [
+        f"{path} holds the part of rank {cluster['rank']}, which is kept in {expected}: folders were exchanged, and "
+        "the run is not continued. Move them back."
+        for path in directories
+        if path.match(rank_folder("*")) and path.name != expected
+    ]

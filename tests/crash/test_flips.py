@@ -33,6 +33,12 @@ def opened(root: Path, family: str, **options: Any) -> fuyou.Engine:
     return fuyou.Engine(tiny_configs()[family], ssd=drives, **{**usual, **options})
 
 
+def train_and_commit(engine: fuyou.Engine, feed: list[dict[str, torch.Tensor]]) -> None:
+    """Take a step for each batch, and wait for the updates, which continue after ``step()`` returns."""
+    train(engine, feed)
+    engine.flush()
+
+
 def test_no_other_code_reads_what_it_does_not_check() -> None:
     """``Store.read`` takes extents with checksums only. Without them, damage is looked for, and drives are measured."""
     root = Path(fuyou.__file__).parents[1]
@@ -48,8 +54,7 @@ def test_no_other_code_reads_what_it_does_not_check() -> None:
 
 def test_flips_that_training_and_an_export_read(tmp_path: Path) -> None:
     with opened(tmp_path, "llama", dtype="bf16") as engine:
-        train(engine, batches(2, packed=False))
-        engine.flush()
+        train_and_commit(engine, batches(2, packed=False))
         counts = flip_pages(engine, every=5)
     assert counts["trained: noticed"] > 30 and counts["exported: noticed"] > 10
 
@@ -95,16 +100,13 @@ def test_every_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     family, options = CONFIGURATIONS[name]
     feed = batches(4, packed=False)
     with opened(tmp_path / "undisturbed", family, **options) as engine:
-        train(engine, feed)
-        engine.flush()
+        train_and_commit(engine, feed)
         expected = digests(engine)
     engine = opened(tmp_path, family, **options)
-    train(engine, feed[:2])
-    engine.flush()
+    train_and_commit(engine, feed[:2])
     counts = flip_pages(engine)
     counts["overwritten: not read"] = flip_what_will_be_written(engine)
-    train(engine, feed[2:3])
-    engine.flush()
+    train_and_commit(engine, feed[2:3])
     engine.close()
     assert not verify_run(find_runs([tmp_path / "ssd0", tmp_path / "ssd1"])[0]).damage
 
@@ -117,15 +119,13 @@ def test_every_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         named = f"{page.checked.what} is damaged: .* of {re.escape(str(page.file))} .*begin again with"
         engine = opened(tmp_path, family, **resume)
         with pytest.raises(FinetuneError, match=named):
-            train(engine, feed[3:])
-            engine.flush()  # the last records are updated after step() returns
+            train_and_commit(engine, feed[3:])
         assert engine.committed_step == 3
         engine.close()
         flip(page.file, page.start)
         counts["in a step: noticed"] += 1
     engine = opened(tmp_path, family, **resume)
-    train(engine, feed[3:])
-    engine.flush()
+    train_and_commit(engine, feed[3:])
     assert digests(engine) == expected
     engine.close()
     print(name, dict(counts))

@@ -1,6 +1,7 @@
 """``finetune --verify``: a run as it was written, and one with a flipped bit."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from cli.options.loss_sum import edited_lines
 from cli.options.run_record import RUN, RunRecord, described_stores, note_end
 from cli.report.page import read_metrics
 from common.errors import FinetuneError, UserError
-from common.store import Layout, commit_manifest
+from common.store import Layout, commit_manifest, load_manifest
 from common.store.directories import DirectoryLock, create_directories
 from common.store.folders import successor_folder
 from fuyou.checkpoint.run_files import VerifiedRun
@@ -53,6 +54,13 @@ def test_a_whole_run_and_a_damaged_one(finetune: Finetune, checkpoint: Path, tmp
         shutil.copytree(folder, copy / folder.name / "rank-1")
     of_ranks = finetune("--verify", *copies)
     assert of_ranks.status == 0 and f"{copies[1]}/{folder.name}/rank-1: step 2," in of_ranks.out
+    places = [copy / folder.name / "rank-1" for copy in copies]
+    for rank, status in ((0, 1), (1, 0), (3, 0), (2, 1)):
+        ranks = {"run": "x", "nodes": 2, "ranks_per_node": 2, "rank": rank, "previous": None}
+        commit_manifest(places[0], {**(load_manifest(places[0]) or {}), "cluster": ranks})
+        exchanged = finetune("--verify", *copies)
+        assert exchanged.status == status, exchanged.err
+        assert exchanged.err.count(f"holds the part of rank {rank}, which is kept in rank-0") == 2 * status
     (folder,) = drives[0].iterdir()
     moving = shutil.copytree(folder, successor_folder(folder))
     wrong = finetune("--verify", *drives)
@@ -224,6 +232,10 @@ def test_the_last_step_and_the_store_belong_to_the_run(
         other = finetune("verify", tmp_path / "out")
         assert other.status == 1 and f"{file} has other losses than this run" in other.err, other.err
         file.write_text("".join([first, *rest]))
+        file.write_text("".join([first, *rest, *rest]).replace('"step": 2', '"step": 3', 1))
+        later = finetune("verify", tmp_path / "out")
+        assert later.status == 1 and f"{file} has a line for step 3, and the run in" in later.err, later.err
+        file.write_text("".join([first, *rest]))
     description = json.loads((tmp_path / "out/run/run.json").read_text())
     (tmp_path / "out/run/run.json").write_text(json.dumps({**description, "ended_after": 1}))
     older = finetune("verify", tmp_path / "out")
@@ -256,6 +268,47 @@ def test_a_store_that_lost_a_file_is_named(
     resumed = finetune(*line, output, "--resume", "--steps", 3)
     assert resumed.status and (message in resumed.err or lost == ("manifest.json",)), resumed.err
     assert "begin a new run" not in resumed.err
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_directories_of_a_finished_run_are_exchanged(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """Of two ranks, in the output or on drives, or of one store; or their description is edited."""
+    monkeypatch.setattr(
+        "cli.inspect.check.verify_run", lambda paths: VerifiedRun(tuple(paths), 3, 1, 4096, [])
+    )
+    root = finished / "store" if inside else finished.with_name("drives")
+    shutil.rmtree(root, ignore_errors=True)
+    places = [root / f"rank-{rank}" for rank in range(3)]
+    for place in places:
+        place.mkdir(parents=True)
+    create_directories(places[:2], Layout(2), overwrite=False)
+    create_directories(places[2:], Layout(1), overwrite=False)
+    for place in places:
+        commit_manifest(place, {"step": 3, "user": {}})
+    description = json.loads((finished / RUN / "run.json").read_text())
+    stores = described_stores([root])["stores"]
+
+    def verified(stores: list[dict[str, Any]]) -> str:
+        (finished / RUN / "run.json").write_text(json.dumps({**description, "stores": stores}))
+        status = run_verify([str(finished), *([] if inside else [str(root)])])
+        text = capsys.readouterr().err
+        assert bool(status) == bool(text)
+        return text
+
+    assert len(stores) == 3 and not verified(stores)
+    for first, second in itertools.combinations(places, 2):
+        for is_back in (False, True):
+            first.rename(root / "other")
+            second.rename(first)
+            (root / "other").rename(second)
+            text = verified(stores)
+            if not is_back:
+                assert f"{first} holds what the run had in {second}: folders were exchanged" in text
+        assert not text
+    edited = [{**stores[0], "index": 1 - stores[0]["index"]}, *stores[1:]]
+    assert "and run.json does not name it" in verified(edited)
 
 
 def test_one_rank_of_a_finished_run_is_gone(

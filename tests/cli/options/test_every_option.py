@@ -107,7 +107,8 @@ _NUMBERS = because(
     "lr min_lr beta1 beta2 beta eps weight_decay warmup schedule seed lora_alpha",
 )
 _WRITES = because(
-    "says what is written or printed, and a plan is of steps alone", "output save save_every keep log_every log_to"
+    "says what is written or printed, and a plan is of steps alone",
+    "output save save_every keep log_every log_to",
 )
 _CALL = because(
     "is for the call that trains", "resume overwrite export show_data max_hours patience leave_ssd"
