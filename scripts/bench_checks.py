@@ -7,12 +7,14 @@ copy of the packages in which every checksum is 0.
 """
 
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -76,7 +78,7 @@ def work(ssd: list[Path], device: str) -> None:
 )
 @click.option("--worker", is_flag=True, hidden=True)
 def main(ssd: tuple[Path, ...], steps: int, device: str, worker: bool) -> None:
-    """Print medians and quartiles of a step's seconds with and without checksums."""
+    """Print quartiles and means of a step's seconds with and without checksums, and the ratio."""
     if worker:
         work(list(ssd), device)
         return
@@ -111,8 +113,25 @@ def main(ssd: tuple[Path, ...], steps: int, device: str, worker: bool) -> None:
         click.echo(
             f"{name:10} quartiles {lower:.3f} {median:.3f} {upper:.3f} s, mean {statistics.mean(values):.3f} s"
         )
-    pairs = [a / b for a, b in zip(seconds["checked"], seconds["unchecked"], strict=True)]
-    click.echo(f"checked / unchecked: median of {len(pairs)} pairs {statistics.median(pairs):.4f}")
+    pairs = list(zip(seconds["checked"], seconds["unchecked"], strict=True))
+    low, high = interval(pairs)
+    click.echo(
+        f"checked / unchecked, {len(pairs)} pairs: median {statistics.median(a / b for a, b in pairs):.4f}, sums "
+        f"{ratio(pairs):.4f} (95% interval {low:.4f} to {high:.4f})"
+    )
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio of all seconds with checksums to all without."""
+    checked, unchecked = zip(*pairs, strict=True)
+    return sum(checked) / sum(unchecked)
+
+
+def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the bounds that hold 95% of the ratios of random draws of as many pairs (bootstrap)."""
+    draw = random.Random(0)
+    ratios = sorted(ratio(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return ratios[50], ratios[-51]
 
 
 if __name__ == "__main__":
