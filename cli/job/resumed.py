@@ -205,34 +205,34 @@ def _exchanged_directories(record: RunRecord, inside: Sequence[Path]) -> list[st
 
     A copied or moved output has its stores inside, at other paths: of these, the numbers are compared.
     """
-    noted = {(place.store, place.index): place for place in record.places}
-    names = {place.store for place in record.places}
+    noted = {(directory.store, directory.index): directory for directory in record.places}
+    names = {directory.store for directory in record.places}
     there = [*store_places(inside), *filter(None, map(_directory_at, record.places))]
     faults = list[str]()
-    for place in there:
-        if place.store not in names:  # of another run, which may be there
+    for directory in there:
+        if directory.store not in names:  # of another run, which may be there
             continue
-        known = noted.get((place.store, place.index))
+        known = noted.get((directory.store, directory.index))
         if known is None:
             faults.append(
-                f"{place.path} is directory {place.index} of the run's store, and {DESCRIPTION} does not name it: copy "
-                f"that file back."
+                f"{directory.path} is directory {directory.index} of the run's store, and {DESCRIPTION} does not name "
+                "it: copy that file back."
             )
-        elif known.path != place.path and any(place.path == each.path for each in record.places):
+        elif known.path != directory.path and any(directory.path == each.path for each in record.places):
             faults.append(
-                f"{place.path} holds what the run had in {known.path}: folders were exchanged. Move them back."
+                f"{directory.path} holds what the run had in {known.path}: folders were exchanged. Move them back."
             )
     return list(dict.fromkeys(faults))
 
 
-def _directory_at(place: StorePlace) -> StorePlace | None:
-    """Return the directory of a store that is where the run had ``place``; None if there is none that can be read."""
-    path = Path(place.path)
+def _directory_at(directory: StorePlace) -> StorePlace | None:
+    """Return what is now where the run had ``directory``; None if no store's directory can be read there."""
+    path = Path(directory.path)
     if path.name == COMMITS:
         return None  # which has a single directory
     with contextlib.suppress(FinetuneError, OSError):
         if (identity := Identity.read(path)) is not None:
-            return StorePlace(place.path, identity.store, identity.index)
+            return StorePlace(directory.path, identity.store, identity.index)
     return None
 
 

@@ -281,12 +281,12 @@ def test_directories_of_a_finished_run_are_exchanged(
     root = finished / "store" if inside else finished.with_name("drives")
     shutil.rmtree(root, ignore_errors=True)
     places = [root / f"rank-{rank}" for rank in range(3)]
-    for place in places:
-        place.mkdir(parents=True)
+    for folder in places:
+        folder.mkdir(parents=True)
     create_directories(places[:2], Layout(2), overwrite=False)
     create_directories(places[2:], Layout(1), overwrite=False)
-    for place in places:
-        commit_manifest(place, {"step": 3, "user": {}})
+    for folder in places:
+        commit_manifest(folder, {"step": 3, "user": {}})
     description = json.loads((finished / RUN / "run.json").read_text())
     stores = described_stores([root])["stores"]
 
