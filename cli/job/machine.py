@@ -15,6 +15,7 @@ from cli.options.settings import Settings
 from common.errors import UserError
 from common.hardware.machine import pick_gpu, torch_name
 from common.models.checkpoint.random_source import classifier_config
+from common.models.checkpoint.shards import has_weights
 from common.models.presets import load_config
 from common.models.task_type import TaskType, task_type_of
 from common.store.directories import usable_directories
@@ -96,6 +97,8 @@ def job_at_hand(settings: Settings, device: str) -> TrainingJob:
         checkpoint = None  # which has no head for classes
     model = open_model(engine, planned, checkpoint, torch.device("cpu"), draw=False)
     job = job_of_run(settings.model, engine, model, settings.batch_size * traits.rows, seq_len, {})
+    if checkpoint is not None and not has_weights(checkpoint):
+        job = replace(job, reads_rows=None)
     # Which the engine does not take before it has its drives
     return replace(job, drive_life=settings.drive_life)
 

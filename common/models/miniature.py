@@ -12,10 +12,12 @@ Other large numbers are widths; other small numbers stay.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from common.errors import UserError
@@ -169,6 +171,18 @@ _EXPERTS = 4
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, TOKENS // 4]}  # its product is the only length that trains
 }
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Compute small models with a single thread. The operations are too short for several: where other processes use
+    the processors, threads that wait for each other took 70 times as much processor time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def miniature(config: PreTrainedConfig) -> PreTrainedConfig:

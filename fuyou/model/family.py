@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 from common.models.attention.isolation import Isolation, find_isolation
-from common.models.miniature import miniature
+from common.models.miniature import miniature, on_one_thread
 from common.models.task_type import TaskType, task_type_of
 from common.randomness import own_random_numbers
 from fuyou.model.loss.cross_entropy import IGNORED, targets_of
@@ -42,7 +42,7 @@ class Family:
         """Way to keep documents apart that share a row; None if each document has its own row."""
         if self._small_model is None:  # no proof
             return None
-        with own_random_numbers():
+        with own_random_numbers(), on_one_thread():
             return find_isolation(self._small_model)
 
     @cached_property
@@ -56,7 +56,7 @@ class Family:
             return False
         if self._small_model is None:
             return True
-        with own_random_numbers():
+        with own_random_numbers(), on_one_thread():
             if getattr(self._config, "is_decoder", True) is False and sees_later_tokens(self._small_model):
                 raise UserError(
                     f"{self._kind.__name__} sees whole texts, and with them each token that it would learn to predict: "

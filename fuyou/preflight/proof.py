@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 
 from common.errors import FinetuneError, UserError, on_one_line
 from common.files import read_cached, write_cached
-from common.models.miniature import TOKENS, miniature
+from common.models.miniature import TOKENS, miniature, on_one_thread
 from fuyou.layout.record import Precision
 from fuyou.model.open_model import OpenModel, same_text
 from fuyou.pieces.division import in_pieces
@@ -174,7 +174,7 @@ def _prove(claim: _Claim) -> None:
     key = claim.key(small)
     if read_cached(_KIND, key, FORMAT) is not None:
         return
-    with _quietly(), seeded(0), torch.autocast("cpu", enabled=False):
+    with _quietly(), seeded(0), on_one_thread(), torch.autocast("cpu", enabled=False):
         _Proof(claim, small).run()
     write_cached(_KIND, key, FORMAT)
 

@@ -286,6 +286,11 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def has_weights(directory: Path) -> bool:
+    """Return whether ``directory`` has a checkpoint's weights, or names them; a configuration alone can be planned."""
+    return any((directory / name).is_file() for name in (SINGLE, INDEX, TABLE))
+
+
 def _shard_files(directory: Path) -> dict[Path, list[str]]:
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: []}

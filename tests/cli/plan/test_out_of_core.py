@@ -23,6 +23,30 @@ def test_a_plan_for_people(finetune: Finetune) -> None:
     assert "relaxed by" in outcome.out
 
 
+@pytest.mark.parametrize("pieces", [(), ("--piece-size", "4KiB"), ("--piece-size", "4KiB", "--lora-rank", 2)])
+def test_a_configuration_is_planned_without_its_weights(
+    finetune: Finetune, own_checkpoint: Path, pieces: tuple[object, ...]
+) -> None:
+    line = (
+        "plan",
+        "--model",
+        own_checkpoint,
+        "--gpu",
+        4090,
+        "--drive",
+        "p5510",
+        "--json",
+        "--seq-len",
+        32,
+        *pieces,
+    )
+    whole = finetune(*line)
+    (own_checkpoint / "model.safetensors").unlink()
+    alone = finetune(*line)
+    assert whole.status == alone.status == 0, alone.err
+    assert alone.out == whole.out
+
+
 def test_a_limit_on_wear_that_no_plan_reaches(finetune: Finetune) -> None:
     outcome = finetune("--plan", *SERVER, "--model", "llama-10m", "--drive-life", 1_000_000)
     text = " ".join(outcome.out.split())
