@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from cli.job.model import ModelChoice
 from cli.job.outputs import Outputs
-from cli.options.objectives import ObjectiveTraits
+from cli.options.objectives import Items, ObjectiveTraits
 from cli.options.schedule import LearningRate
 from cli.options.settings import Settings
 from common.data import Batches
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # fcdp takes long to import, and one process does without
 
 TrainedModel: TypeAlias = "Engine | Trainer"
 
+_SHOWN_CLASSES = 8
 TEMPLATE_DATE = "date in chat templates"  # Key in the committed state of the day that chat templates write
 
 
@@ -208,6 +209,11 @@ class Job:
         saved = self.engine.saved_adapter
         if saved is not None and not self.settings.resume and (warning := saved.warning(self.checkpoint)):
             yield warning
+        if self.choice.base is not None and (frozen := self.model.frozen_heads):
+            yield (
+                f"the new head ({', '.join(frozen)}) has random values and keeps them, as nothing trains it: name it "
+                "in --lora-targets, or in the modules_to_save of --peft-config"
+            )
         if self.tokenizer is not None and (unknown := self.model.unknown_tokens(self.batches.stops)):
             yield (
                 f"answers end with {' and '.join(map(repr, self.tokenizer.convert_ids_to_tokens(unknown)))}, whose "
@@ -228,7 +234,13 @@ class Job:
         against = " against the model as it is before the first step" if self.traits.needs_reference else ""
         named = [f"{name} {value:g}" for name, value in self.settings.named(self.traits.options).items()]
         dropout = ["without dropout"] * self.traits.compares
-        return ", ".join([f"{self.settings.objective}{against}", *named, *dropout])
+        classes = self._classes() if self.traits.items is Items.TEXTS else ""
+        return ", ".join([f"{self.settings.objective}{against}", *named, *dropout]) + classes
+
+    def _classes(self) -> str:
+        names = [str(name) for name in (self.choice.config.id2label or {}).values()]
+        others = ", ..." if len(names) > _SHOWN_CLASSES else ""
+        return f", {len(names):,} classes: {', '.join(names[:_SHOWN_CLASSES])}{others}"
 
     def _stops(self) -> str:
         if not self.added_stops:

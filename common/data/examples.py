@@ -402,7 +402,8 @@ def _label(values: Mapping[str, Any], where: str) -> str:
     if isinstance(label, bool) or (isinstance(label, float) and label.is_integer()):
         label = int(label)
     if not isinstance(label, str | int) or label == "":
-        raise UserError(f"{where}: 'label' is {label!r}, and a class is a name or a whole number.")
+        shown = "None (of a ClassLabel, -1)" if label is None else repr(label)
+        raise UserError(f"{where}: 'label' is {shown}, and a class is a name or a whole number.")
     return str(label)
 
 

@@ -81,7 +81,35 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
         raise UserError(
             f'{where}: {column!r} is not a list of {{"role": ..., "content": ...}}: {str(value)[:80]}'
         )
-    return [_message(turn, f"{where}: turn {number} of {column!r}") for number, turn in enumerate(turns, 1)]
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, 1):
+        which = f"{where}: turn {number} of {column!r}"
+        message = _message(turn, which)
+        if messages and messages[-1]["role"] == "assistant" and _is_call(turn):
+            messages[-1] = _with_call(messages[-1], message, which)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _is_call(turn: dict[str, Any]) -> bool:
+    """Return whether a turn's role says that it is a call."""
+    name = turn.get("from") if turn.get("from") is not None else turn.get("role")
+    return str(name).strip().lower() in _CALLS
+
+
+def _with_call(message: Message, call: Message, which: str) -> Message:
+    """Return an answer with the call in the next turn: a model writes both, and several calls, before it stops."""
+    if call.get("weight", 1) != message.get("weight", 1):
+        raise UserError(
+            f"{which} is a call of the turn before, and carries loss with it: give both one weight."
+        )
+    rest = {
+        key: value for key, value in call.items() if key not in ("role", "content", "tool_calls", "weight")
+    }
+    if both := sorted(rest.keys() & message.keys()):
+        raise UserError(f"{which} is a call of the turn before, and both have {both[0]!r}: leave one out.")
+    return message | rest | {"tool_calls": [*message.get("tool_calls", ()), *call["tool_calls"]]}
 
 
 def _message(turn: dict[str, Any], which: str) -> Message:
@@ -102,6 +130,10 @@ def _message(turn: dict[str, Any], which: str) -> Message:
     rest = message
     message = {"role": role}
     if name.strip().lower() in _CALLS:
+        if content is None:
+            raise UserError(
+                f'{which} has no content, where a call has {{"name": ..., "arguments": ...}}: {str(turn)[:80]}'
+            )
         message |= {"content": "", "tool_calls": _calls(content, which)}
     elif content is not None:
         message["content"] = content

@@ -333,15 +333,26 @@ def _read_table(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
         batches = iter(_table_batches(path, file))
         while (batch := _next_batch(batches)) is not None:
             _check_names(path, batch.schema.names)
+            classes = _classes(batch.schema)
             for start in range(0, len(batch), RECORDS_PER_READ):
                 with limited(None, _VALUE_MEMORY):
                     rows = batch.slice(start, RECORDS_PER_READ).to_pylist()
                 for row in rows:
                     number += 1
                     values = {column.name: _value(row[column.name], column.type) for column in batch.schema}
+                    values |= {name: None for name in classes if values.get(name) == -1}
                     yield f"record {number}", values
     except (pyarrow.ArrowException, RecursionError, OverflowError) as error:  # dates beyond what Python has
         raise ValueError(str(error)) from error
+
+
+def _classes(schema: Any) -> list[str]:
+    """Return the columns with numbers of classes, where -1 says that there is none (``datasets.ClassLabel``)."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (LookupError, TypeError, ValueError, AttributeError):  # other tools write no such thing
+        return []
+    return [name for name, kind in features if isinstance(kind, dict) and kind.get("_type") == "ClassLabel"]
 
 
 def _next_batch(batches: Iterator[Any]) -> Any:

@@ -320,11 +320,11 @@ def _deviation(
 
 
 def _switch_off_dropout(*models: nn.Module) -> None:
-    """Switch dropout off in models in training mode: in evaluation, some families run other code."""
+    """Switch dropout and routers' noise off in models in training mode: in evaluation, some families run other code."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for holder in (module, getattr(module, "config", None)):
             for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "drop" in name and isinstance(value, float):
+                if ("drop" in name or "jitter" in name) and isinstance(value, float):
                     setattr(holder, name, 0.0)

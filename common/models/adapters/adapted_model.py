@@ -111,6 +111,15 @@ class AdaptedModel:
         ]
 
     @property
+    def frozen_heads(self) -> list[str]:
+        """Names of the modules behind the language model in which nothing is trained, sorted."""
+        inside = f"{self.base.base_model_prefix}."
+        heads = {name for name, _ in self.base.named_parameters() if not name.startswith(inside)}
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        first, second = ({name.partition(".")[0] for name in names} for names in (heads, trained))
+        return sorted(first - second)
+
+    @property
     def parameters(self) -> int:
         """Number of the model's parameters, without adapters."""
         return sum(parameter.numel() for parameter in self.base.parameters())

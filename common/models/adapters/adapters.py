@@ -23,7 +23,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.errors import UserError
+from common.errors import UserError, on_one_line
 from common.hub import snapshot_name
 from common.models.adapters.default_targets import has_routed_experts, settle_targets
 from common.models.adapters.gguf_adapter import FILE as GGUF
@@ -67,6 +67,7 @@ from common.store.errors import described
 
 # Name of the folder inside an adapter directory for the model with these adapters merged into it
 MERGED = "merged"
+_OTHER_TASKS = {*TaskType} - {TaskType.CAUSAL_LM, TaskType.SEQ_2_SEQ_LM}  # Than writing text
 
 
 class Adapters:
@@ -111,6 +112,11 @@ class Adapters:
         self._prefix = model.base_model_prefix
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
+        if config.task_type in _OTHER_TASKS and hasattr(model, "prepare_inputs_for_generation"):
+            raise UserError(
+                f"The adapter configuration has task_type {TaskType(config.task_type).value}, and "
+                f"{type(model).__name__} writes text: leave task_type out, or give the --objective that it is for."
+            )
         self._dtype = model.dtype
         before: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -386,7 +392,7 @@ class Adapters:
                 return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, LookupError, TypeError, RuntimeError, NotImplementedError) as error:
             raise UserError(
-                f"peft cannot adapt this {type(self.model).__name__}: {error}{self._near(error)}"
+                f"peft cannot adapt this {type(self.model).__name__}: {on_one_line(error)}{self._near(error)}"
             ) from error
 
     def _near(self, error: Exception) -> str:

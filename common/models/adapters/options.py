@@ -338,10 +338,11 @@ class SavedAdapter:
         if other := next((name for name in unknown if _in_layer(name) in names), None):
             raise UserError(
                 f"--adapter {self.directory} holds {other}, which is {names[_in_layer(other)]} here: it was saved with "
-                "another version of transformers, or for the language model alone. Rename its tensors like this."
+                "another version of transformers, for the language model alone, or without save_pretrained. Rename "
+                "its tensors like this."
             )
 
 
 def _in_layer(name: str) -> str:
-    """Return what a name has from the list of layers on; all of it if there is no number."""
-    return re.sub(r"^.*?(\w+\.\d+\.)", r"\1", name)
+    """Return what a name has from the list of layers on, without an adapter's name; all of it if there is no number."""
+    return re.sub(r"^.*?(\w+\.\d+\.)", r"\1", re.sub(r"(\.lora_\w+)\.\w+(\.weight)$", r"\1\2", name))

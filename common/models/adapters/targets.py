@@ -99,6 +99,7 @@ def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: L
         known = adapted if field.endswith("_pattern") else names
         hint = did_you_mean(str(entry), {name.rpartition(".")[2] for name in known})
         what = "module with an adapter" if field in _PATTERNS else "module"
+        what = "parameter that can have an adapter" if field == "target_parameters" else what
         if field in _PATTERNS and any(get_pattern_key([str(entry)], name) != name for name in adapted):
             what = f"{what} that no earlier entry matches"
             hint = ""
@@ -116,6 +117,8 @@ def unmatched_entries(
         entries = getattr(config, field)
         taken = {get_pattern_key(entries, name) for name in adapted}
         yield from ((field, entry) for entry in entries if entry not in taken)
+    parameters = sorted(config.target_parameters or ())
+    yield from (("target_parameters", entry) for entry in parameters if not _ends(adapted, entry))
     excluded = config.exclude_modules
     if isinstance(excluded, str):
         if excluded and not any(re.fullmatch(excluded, name) for name in names):
@@ -153,8 +156,12 @@ def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:
         elif isinstance(module, TrainableTokensLayer):
             for adapter, rows in module.token_indices.items():
                 layer = module.get_base_layer()
+                head = path.removesuffix(".token_adapter")
+                if isinstance(layer, ModulesToSaveWrapper):
+                    raise UserError(
+                        f"trainable_token_indices: modules_to_save trains all of {head}: leave one of both out."
+                    )
                 if getattr(layer, "bias", None) is not None:
-                    head = path.removesuffix(".token_adapter")
                     raise UserError(
                         f"trainable_token_indices: {head} has a bias, which peft leaves out where it trains rows: name "
                         "modules in modules_to_save instead."

@@ -141,6 +141,7 @@ def classifier_config(
     changed.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     changed.id2label = dict(enumerate(classes))
     changed.label2id = {name: number for number, name in enumerate(classes)}
+    changed.problem_type = None  # of a head that is left out
     if pad_token_id is not None:
         changed.pad_token_id = pad_token_id
     return changed

@@ -35,7 +35,9 @@ def job(output: Path = Path("out"), **changes: Any) -> Job:
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, vocab_size=100
     )
-    choice = SimpleNamespace(config=config, checkpoint=None, template=ChatTemplate(None, date.today()))
+    choice = SimpleNamespace(
+        base=None, config=config, checkpoint=None, template=ChatTemplate(None, date.today())
+    )
     model = OpenModel(config, settings.engine.precision, torch.device("cpu"))
     made = Job(
         settings=settings, engine=settings.engine, choice=choice, model=model,

@@ -330,6 +330,49 @@ def test_names_of_the_classes_of_a_classifier(
     assert done.status == (0 if message is None else 2) and (message or "") in done.err, done.err
 
 
+@pytest.mark.parametrize(("options", "frozen", "problem"), [
+    ((), False, "regression"),
+    (("--lora-targets", "all-linear"), False, "multi_label_classification"),
+    (("--lora-targets", "q_proj"), True, None),
+    (("--peft-config", {}), True, None),
+    (("--peft-config", {"modules_to_save": ["score"]}), False, None),
+])  # fmt: skip
+def test_a_new_head(
+    options: Any, frozen: bool, problem: str | None, own_checkpoint: Path, finetune: Finetune, tmp_path: Path
+) -> None:
+    """It is no head of another problem, and a run says where nothing trains it."""
+    config = AutoConfig.from_pretrained(own_checkpoint)
+    config.problem_type = problem
+    config.save_pretrained(own_checkpoint)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TEXTS))
+    if options[:1] == ("--peft-config",):
+        fields = {
+            "peft_type": "LORA",
+            "r": 4,
+            "target_modules": ["q_proj"],
+            "task_type": "CAUSAL_LM",
+            **options[1],
+        }
+        (tmp_path / "lora.json").write_text(json.dumps(fields))
+        options = ("--peft-config", tmp_path / "lora.json")
+    else:
+        options = ("--lora-rank", "4", *options)
+    words = (
+        "--model",
+        own_checkpoint,
+        "--data",
+        tmp_path / "data.jsonl",
+        "--objective",
+        "classify",
+        *options,
+    )
+    done = finetune(*words, *PLACE, "--steps", "1", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert ("the new head (score) has random values and keeps them" in done.out) is frozen
+    assert "classify, 3 classes: even, odd, odder" in done.out
+    assert AutoConfig.from_pretrained(tmp_path / "out" / "base").problem_type is None
+
+
 @pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "multi_label_classification")])
 @pytest.mark.parametrize("objective", ["classify", "reward"])
 def test_a_classifier_of_another_kind(

@@ -42,6 +42,12 @@ def chat_of(record: dict[str, Any]) -> Chat:
     *(([turn("human", "a"), turn("function_call", {"name": "f", key: {"a": 1}})],
        f"turn 2 .* is a function call with '{key}' and without 'arguments'")
       for key in ("parameters", "input", "args")),
+    ([turn("human", "a"), turn("gpt", "b", weight=0), turn("tool_call", {"name": "f"})],
+     "turn 3 .* is a call of the turn before, .*: give both one weight"),
+    ([turn("human", "a"), turn("gpt", "b", thinking="c"), turn("tool_call", {"name": "f"}, thinking="d")],
+     "turn 3 .* and both have 'thinking'"),
+    ([turn("human", "a"), {"role": "tool_call", "name": "f", "arguments": {}}],
+     "turn 2 .* has no content, where a call"),
     ([turn("human", "a"), turn("function_call", "{")], "turn 2 .* is a function call that is not .*: {$"),
     ([turn("human", "a"), turn("function_call", "[]")], r"turn 2 .* is a function call that is not .*: \[\]$"),
 ])  # fmt: skip
@@ -67,6 +73,18 @@ CALLS = [{"type": "function", "function": CALL}]
 def test_one_turn(written: dict[str, Any], message: dict[str, Any]) -> None:
     assert messages_of([written], "messages", "line 1") == messages_of(written, "messages", "line 1")
     assert messages_of([written], "messages", "line 1") == [{"role": "assistant", **message}]
+
+
+@pytest.mark.parametrize("name", ["tool_call", "Function_Call"])
+def test_calls_belong_to_the_answer_before_them(name: str) -> None:
+    """As ms-swift writes them: in separate turns, the model would learn to stop in between."""
+    calls = [turn(name, CALL), turn(name, json.dumps(CALL))]
+    thought = turn("gpt", "I look.", thinking="why")
+    for before, rest in (([], {"content": ""}), ([thought], {"content": "I look.", "thinking": "why"})):
+        chat = chat_of({"conversations": [turn("human", "a"), *before, *calls, turn("observation", "11")]})
+        assert chat.messages[1:-1] == [{"role": "assistant", **rest, "tool_calls": CALLS * 2}]
+    untrained = [turn("gpt", "I look.", weight=0), turn(name, CALL, weight=0), turn("gpt", "b")]
+    assert chat_of({"conversations": [turn("human", "a"), *untrained]}).answers == [2]
 
 
 @pytest.mark.parametrize(

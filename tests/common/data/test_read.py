@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +40,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 def written(path: Path, text: str) -> Path:
     path.write_bytes(text.encode())
     return path
+
+
+def test_a_missing_class_is_no_class(tmp_path: Path) -> None:
+    """``datasets`` writes -1 for it, as in SNLI; elsewhere -1 is a number."""
+    values = {"text": ["a", "b", "c"], "label": [0, -1, 1], "score": [0, -1, 1]}
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["up", "down"]),
+            "score": datasets.Value("int64"),
+        }
+    )
+    data = datasets.Dataset.from_dict(values, features=features)
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for file in (tmp_path / "a.parquet", arrow):
+        assert [(row["label"], row["score"]) for row in read(file)] == [(0, 0), (None, -1), (1, 1)]
+    table = pa.table(values)
+    for written in (b"{", b"[]", b'{"info": {"features": {"label": ["ClassLabel"]}}}'):
+        pq.write_table(table.replace_schema_metadata({b"huggingface": written}), tmp_path / "a.parquet")
+        assert [row["label"] for row in read(tmp_path / "a.parquet")] == [0, -1, 1]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,24 @@ def test_two_spellings_of_arguments_and_content_render_alike(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", sorted(name for name in TRL if not name.endswith("_training")))
+def test_calls_in_separate_turns_render_as_calls_of_the_answer(name: str) -> None:
+    """ms-swift's form, which it makes of OpenAI's, and of several calls at once."""
+    record = tool_conversation({"city": "Rome"})
+    asked, answer, *rest = record["messages"]
+    calls = answer["tool_calls"] * 2
+    turns = [{"role": "tool_call", "content": call["function"]} for call in calls]
+    bare = [{"type": "function", "function": call["function"]} for call in calls]
+    for text in ("", "I look."):
+        before = [{"role": "assistant", "content": text}] if text else []
+        whole = {"role": "assistant", "content": text, "tool_calls": bare}
+        try:
+            expected = ids_of(TRL[name], {**record, "messages": [asked, whole, *rest]})
+        except UserError:  # it knows no tools, or no text next to a call
+            continue
+        assert ids_of(TRL[name], {**record, "messages": [asked, *before, *turns, *rest]}) == expected
+
+
 def ids_of(template: str, record: dict[str, Any]) -> list[list[int]]:
     """Return the token ids of a record's documents."""
     TOKENIZER.chat_template = template

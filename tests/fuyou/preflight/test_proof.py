@@ -177,6 +177,12 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     fuyou.prove(LlamaConfig(), adapters=AdapterOptions(4, dropout=0.1).peft_config(), packed=True)
 
 
+def test_noise_of_routers_is_no_difference_of_packed_rows() -> None:
+    """Documents alone draw other numbers, as they do for dropout."""
+    fuyou.prove(MixtralConfig(router_jitter_noise=0.5), packed=True)
+    fuyou.prove(MixtralConfig(router_jitter_noise=0.5))
+
+
 @pytest.mark.parametrize("wanted", [1, 5, 9, 14])  # in each of the three steps
 def test_every_difference_is_seen(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, seen = TaskParameters.finish_gradient, []

@@ -169,6 +169,7 @@ def test_rejections_name_what_is_there(checkpoints: Path, tmp_path: Path) -> Non
     ({"layers_to_transform": [1, 7]}, "layers_to_transform: the model has no layer 7"),
     ({"layers_to_transform": [1, 7], "layers_pattern": "layers"}, "layers_to_transform: the model has no layer 7"),
     ({"exclude_modules": ["k_proj", "v_porj"]}, "exclude_modules: 'v_porj' matches no module. .*'v_proj'"),
+    ({"target_parameters": ["mlp.up_proj.weight", "mlp.x"]}, "target_parameters: 'mlp.x' matches no parameter that"),
     # A pattern for whole names
     ({"exclude_modules": "v_proj"}, "exclude_modules: 'v_proj' matches no module"),
 ])  # fmt: skip
@@ -185,10 +186,36 @@ def test_entries_that_match_nothing_are_rejected(
     {"layers_to_transform": 1, "layers_pattern": ["layers"]},
     {"layers_to_transform": [0, 1], "exclude_modules": ["layers.0.self_attn.q_proj", "k_proj"]},
     {"exclude_modules": r".*\.0\..*"},
+    {"target_parameters": ["mlp.up_proj.weight"]},
 ])  # fmt: skip
 def test_entries_that_match_by_the_rules_of_peft(fields: dict[str, Any], checkpoints: Path) -> None:
     adapters, _ = adapted(checkpoints / "llama", LoraConfig(target_modules=["q_proj"], **fields), BF16)
     assert adapters.layers
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "QUESTION_ANS"])
+def test_a_configuration_for_another_head_is_rejected(task: str, checkpoints: Path) -> None:
+    """What it trained would be the next token, and the saved adapter would say otherwise."""
+    with pytest.raises(UserError, match=rf"task_type {task}, and LlamaForCausalLM writes text"):
+        adapted(checkpoints / "llama", LoraConfig(target_modules=["q_proj"], task_type=task), BF16)
+
+
+def test_rows_of_what_is_trained_as_a_whole_are_rejected(checkpoints: Path) -> None:
+    config = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens"], trainable_token_indices=[3]
+    )
+    with pytest.raises(
+        UserError, match=r"modules_to_save trains all of model\.embed_tokens: leave one of both out"
+    ):
+        adapted(checkpoints / "llama", config, BF16)
+
+
+def test_a_module_that_cannot_be_adapted_is_named_on_one_line(checkpoints: Path) -> None:
+    config = LoraConfig(target_modules=["self_attn"])
+    with pytest.raises(
+        UserError, match=r"^peft cannot adapt .* is not supported.* linear layers are called .*q_proj"
+    ):
+        adapted(checkpoints / "llama", config, BF16)
 
 
 @pytest.mark.parametrize(("tied", "rows"), [(True, [5, 6]), (False, {"lm_head": [5, 6]})])
@@ -262,22 +289,21 @@ def test_saved_by_peft_with_embeddings(checkpoints: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_saved_adapter_of_other_names(checkpoints: Path, tmp_path: Path) -> None:
-    """As of vision-language models before transformers 4.52, and of their language models alone."""
+@pytest.mark.parametrize(("written", "other"), [
+    (".layers.", ".old.layers."),
+    (".lora_A.weight", ".lora_A.default.weight"),
+])  # fmt: skip
+def test_a_saved_adapter_of_other_names(written: str, other: str, checkpoints: Path, tmp_path: Path) -> None:
+    """As of vision-language models before transformers 4.52, of their language models alone, and of a state dict."""
     config = AdapterOptions(4, targets=("q_proj",)).peft_config()
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama")
     get_peft_model(model, config).save_pretrained(tmp_path)
-    values = {
-        name.replace(".layers.", ".old.layers."): value
-        for name, value in load_file(tmp_path / WEIGHTS).items()
-    }
+    values = {name.replace(written, other): value for name, value in load_file(tmp_path / WEIGHTS).items()}
     save_file(values, tmp_path / WEIGHTS, {"format": "pt"})
     saved = SavedAdapter(tmp_path)
     meta = build_meta_model(load_config(checkpoints / "llama")[0])
-    expected = (
-        r"holds base_model.model.model.old.layers.0.self_attn.q_proj.lora_A.weight, which is base_model.model.model."
-        r"layers.0.self_attn.q_proj.lora_A.weight here: .* Rename its tensors like this"
-    )
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    expected = rf"holds {name.replace(written, other)}, which is {name} here: .* Rename its tensors like this"
     with pytest.raises(UserError, match=expected):
         Adapters(meta, saved.config(), 0, saved=saved)
 
