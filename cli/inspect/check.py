@@ -18,7 +18,7 @@ from peft import PeftConfig
 from cli.job.machine import device_name, directories_at_hand, job_at_hand
 from cli.job.outputs import BASE, CHECKPOINTS, ENTRY_POINTS, FILES, RESULT, Outputs
 from cli.job.replaced import check_put_back
-from cli.job.resumed import faults_of_losses, faults_of_references, faults_of_store
+from cli.job.resumed import directory_at, faults_of_losses, faults_of_references, faults_of_store
 from cli.options.run_record import (
     COMMITS,
     CONFIG,
@@ -49,7 +49,7 @@ from common.hardware.machine import (
 )
 from common.store.directories import DirectoryLock
 from common.units import counted, format_bytes
-from fuyou.checkpoint.run_files import find_runs, verify_run
+from fuyou.checkpoint.run_files import find_runs, verify_run, without_common_step
 from fuyou.layout.record import DTYPES, Precision
 from fuyou.optimizer.chunk_update import slow_updates
 from fuyou.planner import TrainingJob
@@ -261,7 +261,13 @@ def run_verify(folders: Sequence[str]) -> int:
         check_put_back(folder)
     records = {folder: record for folder in outputs if (record := RunRecord.read(folder)) is not None}
     elsewhere = {folder: _stores_elsewhere(folder, record) for folder, record in records.items()}
-    there = [Path(store.path) for stores in elsewhere.values() for store in stores if store.is_there()]
+    known = {store.store for stores in elsewhere.values() for store in stores}
+
+    def is_there(store: StorePlace) -> bool:
+        now = directory_at(store)  # of exchanged folders, another one, which is named later
+        return store.is_there() or (now is not None and now.store in known)
+
+    there = [Path(store.path) for stores in elsewhere.values() for store in stores if is_there(store)]
     paths, status = distinct_paths([*outputs, *there]), 0
     commits = {
         folder: [each for each in (folder, folder / COMMITS) if ShardedCheckpoints(each).newest() is not None]
@@ -285,12 +291,16 @@ def run_verify(folders: Sequence[str]) -> int:
         commit = ShardedCheckpoints(directory).verify()
         what = f"step {commit.step:,}, {commit.parts:,} parts of tensors, {format_bytes(commit.nbytes)}"
         report(str(directory), what, commit.damage)
+    verified = []
     for directories in stores:
         run = verify_run(directories)
+        verified.append(run)
         what = f"step {run.step:,}, {run.records:,} parts of records, {format_bytes(run.nbytes)}"
         report(", ".join(map(str, run.directories)), what, run.damage)
+    for where, sentence in without_common_step(verified):
+        report(where, "steps of the ranks", [sentence])
     for folder in lists:
-        gone = [store for store in elsewhere.get(folder, ()) if not store.is_there()]
+        gone = [store for store in elsewhere.get(folder, ()) if not is_there(store)]
         lost = ", ".join(store.path for store in gone)
         if faults := [store.fault for store in gone if store.fault]:
             report(lost, "of the run", faults)
@@ -347,6 +357,7 @@ def _faults(files: Outputs) -> list[str]:
     record = RunRecord.read(output)
     saves = _saves(output)
     faults = [
+        *files.edits(),
         *files.strays(saves=saves),
         *files.faults(),
         *faults_of_losses(output)[0],
@@ -361,7 +372,8 @@ def _faults(files: Outputs) -> list[str]:
         faults.append(
             f"{output / RUN / FILES} lists no result, and the run is finished, and had one to write."
         )
-    if faults and (files.faults(RESULT) or not files.has_result):
+    is_to_be_written = saves and (record is None or record.ended_after is not None)
+    if faults and (files.faults(RESULT) or (is_to_be_written and not files.has_result)):
         faults[-1] += f" {files.remedy(RESULT)}"
     return [*description, *faults]
 

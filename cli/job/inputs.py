@@ -9,6 +9,7 @@ from cli.job.outputs import BASE, CHECKPOINTS, FILES, HISTORY_FILE, RESULT, RESU
 from cli.options.run_record import REPLACED, RUN, read_description
 from cli.options.settings import Settings
 from common.errors import UserError
+from common.models.checkpoint.shards import INDEX, SINGLE
 from common.models.checkpoint.writer import TOKENIZER_FILES
 
 
@@ -63,7 +64,7 @@ def check_whole(settings: Settings) -> list[str]:
     Returns:
         Sentences about tokenizers and templates that have changed, which a user may well have edited.
     """
-    warnings: list[str] = []
+    warnings = _twice_there(Path(settings.model or "").expanduser())
     for option, word in (("--model", settings.model), ("--adapter", settings.adapter)):
         for output, name in _written_as(Path(word).expanduser()) if word else ():
             outputs = Outputs.read(output)
@@ -85,6 +86,16 @@ def check_whole(settings: Settings) -> list[str]:
                 f"{sentence.removesuffix('.')}; the tokenizer is used as it is" for sentence in edited
             ]
     return warnings
+
+
+def _twice_there(model: Path) -> list[str]:
+    """Return a sentence if a directory has its weights in one file, and in several: one of both may be stale."""
+    with contextlib.suppress(OSError):  # a name that is too long, which others report
+        if (model / SINGLE).is_file() and (model / INDEX).is_file():
+            return [
+                f"{model} has {SINGLE} and {INDEX}: the former is read, as transformers does. Move the other elsewhere"
+            ]
+    return []
 
 
 def _written_as(directory: Path) -> Iterator[tuple[Path, str]]:

@@ -6,16 +6,18 @@ before that and the earlier run's store is as it was, everything is put back (:m
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from cli.job.replaced import JOURNAL, move, remove_empty_folders, remove_replaced, set_aside, sync_folders
 from cli.options.run_record import (
@@ -74,6 +76,7 @@ _RETIRED = ".old"  # End of the name, before that, of a folder that is about to 
 _FOLDER = re.compile(rf"({BASE}|{CHECKPOINTS}/({BEST}|{STEP}[0-9]+))({re.escape(_RETIRED)})?")
 
 _LINK = "link to "  # Beginning of the hash of a link, before its target and the hash of that
+_SUM = "checksum"  # Key in the list of a hash of the rest
 _NOT_REGULAR = "not a regular file"  # Hash of any other thing, and of links in lists of earlier versions
 
 State = tuple[int, int, str]  # Of a file: its size in bytes, its time in ns, and a hash
@@ -96,6 +99,7 @@ class Outputs:
         # Whether the run has a commit, and nothing of an earlier one is set aside any more
         self.has_begun = False
         self.has_list = files is not None  # Whether there is a list that can be read
+        self.is_edited = False  # Whether the list is not what a run wrote
         self._files = files or {}
         self._held: tuple[int, Settings] | None = None  # Descriptor of the directory, and of which run it is
         self.command: list[str] = []  # What writes the result again, of an export without a run
@@ -114,6 +118,7 @@ class Outputs:
             }
             outputs = cls(directory, str(content["id"]), str(content["launch"]), files)
             outputs.command = [str(word) for word in content.get("command", ())]
+            outputs.is_edited = content.get(_SUM, _sum_of(content)) != _sum_of(content)
             return outputs
         outputs = cls(directory, str(id or ""))
         if outputs._is_of_earlier_version():
@@ -165,6 +170,13 @@ class Outputs:
         if path.is_file() and not os.access(path, os.R_OK):
             return f"{path} cannot be read by this user: look at its owner and its permissions."
         return "" if self._is_intact(file, by_content=True) else f"{path} is not what {what} wrote there."
+
+    def edits(self) -> list[str]:
+        """Return a sentence if the list was edited: what it does not name any more is not compared."""
+        path = self.directory / RUN / FILES
+        return (
+            [f"{path} was edited since it was written: copy that of the run back."] if self.is_edited else []
+        )
 
     def damaged_folders(self) -> list[str]:
         """Return a sentence for each listed folder, checkpoints and others, that is not as it was listed."""
@@ -431,6 +443,7 @@ class Outputs:
         content = {"id": self.id, "launch": self.launch, "files": self._files}
         if self.command:
             content["command"] = self.command
+        content[_SUM] = _sum_of(content)
         path = self.directory / RUN / FILES
         with described("writing", path):
             make_directory(path.parent)
@@ -497,6 +510,11 @@ class Outputs:
         shutil.rmtree(self.directory / STAGING_FOLDER, ignore_errors=True)
         for name in _LOGS:
             (self.directory / f"{name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in content.items() if name != _SUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _where_it_is(descriptor: int, settings: Settings) -> str:

@@ -19,10 +19,11 @@ from cli.job.job import TEMPLATE_DATE, Job, TrainedModel
 from cli.job.outputs import HISTORY_FILE, RESULT, Outputs
 from cli.options.command import parse_command_line
 from cli.options.config_file import REMOVED, options_in_files, plain_options
-from cli.options.loss_sum import LossSum, differing_steps, edited_lines, later_steps
+from cli.options.loss_sum import LossSum, differing_steps, edited_lines, evaluated_steps, later_steps
 from cli.options.run_record import (
     COMMITS,
     DESCRIPTION,
+    EVALUATIONS,
     METRICS,
     OPTIONS,
     OUTPUT,
@@ -130,9 +131,8 @@ def _check_same_files(job: Job, before: Mapping[str, str], now: Mapping[str, str
 def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     """Return sentences about the files of losses, compared with what the run has noted at its end or committed: about
     those that have the losses of another run, and about those that lack lines."""
-    noted = [
-        LossSum.committed(each) for each in (_committed(output).get("user", {}), read_description(output))
-    ]
+    committed = _committed(output).get("user", {})
+    noted = [LossSum.committed(each) for each in (committed, read_description(output))]
     losses = max(filter(None, noted), key=lambda each: each.step, default=None)
     other = list[str]()
     gaps = list[str]()
@@ -152,6 +152,9 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
     other += [
         f"{metrics} has another evaluation of step {step:,} than this run." for step in edited_lines(metrics)
     ]
+    known = evaluated_steps(metrics)
+    lost = [step for step, _ in committed.get(EVALUATIONS, ()) if step not in known]
+    gaps += [f"{metrics} has no evaluation of step {step:,}." for step in lost]
     record = RunRecord.read(output)
     if record is not None and record.ended_after is not None:
         for file in (output / HISTORY_FILE, metrics):
@@ -162,16 +165,27 @@ def faults_of_losses(output: Path) -> tuple[list[str], list[str]]:
 
 
 def faults_of_references(output: Path) -> list[str]:
-    """Return a sentence for each file that the run is compared with, as a commit names them, that cannot be read."""
+    """Return a sentence for each file that the run is compared with, as a commit names them, that cannot be read or has
+    other numbers."""
     faults = list[str]()
-    for file in (output / RUN / str(name) for name in _committed(output).get("user", {}).get(REFERENCES, ())):
+    for name, (data, _, _, *sums) in _committed(output).get("user", {}).get(REFERENCES, {}).items():
+        file = output / RUN / str(name)
         try:
             with np.load(file) as content:  # which has checksums
-                _ = content["values"], content["digest"]
+                here = {table_sum(content["values"]), str(content.get("before", ""))}
+                is_of_data = str(content["digest"]).split()[:1] == [data]
+            # Held-out data may be others, which the next commit notes
+            if is_of_data and sums and sums[0] not in here:
+                faults.append(f"{file} has other log-probabilities than this run: copy its own there again.")
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
             what = "damaged" if file.exists() else "missing"
             faults.append(f"{file} is {what}, and the run is not continued without it: copy it there again.")
     return faults
+
+
+def table_sum(values: np.ndarray) -> str:
+    """Return a hash of all numbers of a reference, which a commit notes."""
+    return hashlib.sha256(np.ascontiguousarray(values, dtype=np.float32).tobytes()).hexdigest()[:32]
 
 
 def faults_of_store(output: Path) -> list[str]:
@@ -207,7 +221,7 @@ def _exchanged_directories(record: RunRecord, inside: Sequence[Path]) -> list[st
     """
     noted = {(directory.store, directory.index): directory for directory in record.places}
     names = {directory.store for directory in record.places}
-    there = [*store_places(inside), *filter(None, map(_directory_at, record.places))]
+    there = [*store_places(inside), *filter(None, map(directory_at, record.places))]
     faults = list[str]()
     for directory in there:
         if directory.store not in names:  # of another run, which may be there
@@ -225,7 +239,7 @@ def _exchanged_directories(record: RunRecord, inside: Sequence[Path]) -> list[st
     return list(dict.fromkeys(faults))
 
 
-def _directory_at(directory: StorePlace) -> StorePlace | None:
+def directory_at(directory: StorePlace) -> StorePlace | None:
     """Return what is now where the run had ``directory``; None if no store's directory can be read there."""
     path = Path(directory.path)
     if path.name == COMMITS:
@@ -273,7 +287,13 @@ def decided(settings: Settings, checks: bool = True) -> Settings:
             print(f"finished after step {earlier.ended_after:,}: {settings.output_directory}", flush=True)
             outputs = Outputs.read(earlier.output)
             other, gaps = faults_of_losses(earlier.output)
-            for sentence in (*outputs.damaged_folders(), *outputs.strays(saves=settings.save), *other):
+            faults = (
+                *outputs.edits(),
+                *outputs.damaged_folders(),
+                *outputs.strays(saves=settings.save),
+                *other,
+            )
+            for sentence in faults:
                 print(f"damaged  {sentence.removesuffix('.')}", flush=True)
             for sentence in gaps:
                 print(f"gap      {sentence.removesuffix('.')}", flush=True)

@@ -17,7 +17,8 @@ LOSSES = "losses"  # Key in the user state of a commit, and in the description o
 # Names of a step's loss in lines of either file
 _LOSS = "loss"
 _LOSS_IN_METRICS = "loss_metrics/global_avg_loss"
-LINE_SUM = "checksum"  # Name of the hash of a line of an evaluation, in it
+EVALUATION = "validation_metrics/loss"  # Name of the loss in a line of an evaluation
+LINE_SUM = "checksum"  # Name of the hash of such a line, in it
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,21 @@ def line_sum(line: Mapping[str, Any]) -> int:
 
 def edited_lines(file: Path) -> list[int]:
     """Return the steps of evaluations whose newest lines are not what the run wrote; one that was cut off is none."""
-    newest = {line.get("step"): line for line in _parsed(file) if LINE_SUM in line}
+    newest = dict[Any, dict[str, Any]]()
+    for line in _parsed(file):
+        # Earlier versions wrote no hash: none follows a line that has one
+        if LINE_SUM in line or (newest and EVALUATION in line):
+            newest[line.get("step")] = line
     return [
-        step for step, line in newest.items() if isinstance(step, int) and line[LINE_SUM] != line_sum(line)
+        step
+        for step, line in newest.items()
+        if isinstance(step, int) and line.get(LINE_SUM) != line_sum(line)
     ]
+
+
+def evaluated_steps(file: Path) -> set[Any]:
+    """Return the steps of which a file has an evaluation."""
+    return {line.get("step") for line in _parsed(file) if EVALUATION in line}
 
 
 def later_steps(file: Path, last: int) -> list[int]:

@@ -34,6 +34,9 @@ REPLACED = ".replaced"
 OPTIONS = "options"  # Key in a commit's user state of the run's options as TOML
 # Key in a commit's user state: digest, steps, and hash of each file of references, by name
 REFERENCES = "reference"
+EVALUATIONS = (
+    "evaluations"  # Key in a commit's user state: step and loss of the best evaluation, and of later ones
+)
 OUTPUT = "output"  # Key in the description and in a commit's user state of the output's path, without links
 # Keys in the description
 _STORES = "stores"

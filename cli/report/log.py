@@ -15,7 +15,7 @@ from typing import Any
 
 from cli.job.job import Job
 from cli.job.outputs import FILES, HISTORY_FILE
-from cli.options.loss_sum import LINE_SUM, LOSSES, LossSum, line_sum
+from cli.options.loss_sum import EVALUATION, LINE_SUM, LOSSES, LossSum, line_sum
 from cli.options.run_record import (
     CONFIG,
     DESCRIPTION,
@@ -27,7 +27,7 @@ from cli.options.run_record import (
     note_end,
     read_description,
 )
-from cli.report.page import EVALUATION, RunPage
+from cli.report.page import RunPage
 from cli.report.progress import Progress
 from cli.report.results import EvaluationResult, StepResult
 from cli.report.trackers import Trackers

@@ -11,6 +11,7 @@ from typing import Any
 
 from cli.job.job import Job
 from cli.job.outputs import PAGE
+from cli.options.loss_sum import EVALUATION
 from cli.report.drawing import Points, busy_bars, chart, memory_bars, page, section, table
 from cli.report.results import RESOURCES
 from common.files import replace_file
@@ -24,7 +25,6 @@ RELOAD_S = 30  # Seconds after which a browser loads the page of an unfinished r
 BETWEEN_S = 10.0  # Seconds from one writing of the page to the next, unless there is something to see at once
 _GIB = 1 << 30
 _LOSS = "loss_metrics/global_avg_loss"
-EVALUATION = "validation_metrics/loss"
 _SECONDS = "time_metrics/end_to_end(s)"
 _SHOWN = (
     _SECONDS, "n_tokens_seen", "throughput(tps)", "tflops", "memory/max_active(GiB)", "memory/host(GiB)"

@@ -16,7 +16,7 @@ from cli.job.job import Job, TrainedModel
 from cli.job.outputs import BEST, CHECKPOINTS, RESULT, STEP
 from cli.job.resumed import check_files
 from cli.options.loss_sum import LossSum, edited_lines
-from cli.options.run_record import METRICS, RUN, read_json
+from cli.options.run_record import EVALUATIONS, METRICS, RUN, read_json
 from cli.report.log import MetricsLogger
 from cli.report.page import read_metrics
 from cli.report.results import EvaluationResult, StepResult, Summary, Usage, bound, step_metrics
@@ -241,10 +241,8 @@ def _check_ids(job: Job, batch: dict[str, Any]) -> None:
         )
 
 
-# Keys in the user state: a hash of the held-out data, and the step since which evaluations on them count; the step and
-# the loss of evaluations.
+# Key in the user state: a hash of the held-out data, and the step since which evaluations on them count
 _HELD_OUT = "held_out"
-_EVALUATIONS = "evaluations"
 
 
 class AfterStep:
@@ -343,7 +341,7 @@ class AfterStep:
         model = self._trainer.model
         losses = read_evaluations(job.output / RUN / METRICS, model.step_count)
         committed = {
-            step: math.nan if loss is None else loss for step, loss in model.user_state.get(_EVALUATIONS, ())
+            step: math.nan if loss is None else loss for step, loss in model.user_state.get(EVALUATIONS, ())
         }
         if not self._is_ours(losses, committed):
             losses = {}
@@ -383,7 +381,7 @@ class AfterStep:
         steps = sorted(step for step in self._losses if step >= best)
         later = steps[max(1, len(steps) - (self._job.settings.patience or 0)) :]
         losses = [(step, self._losses[step]) for step in (*steps[:1], *later)]
-        self._trainer.model.user_state[_EVALUATIONS] = [
+        self._trainer.model.user_state[EVALUATIONS] = [
             [step, loss if math.isfinite(loss) else None] for step, loss in losses
         ]
 

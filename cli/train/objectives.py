@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cli.job.job import Job
+from cli.job.resumed import table_sum
 from cli.options.run_record import REFERENCES, RUN
 from cli.report.results import EvaluationResult
 from common.activity import activity
@@ -175,7 +176,12 @@ class ReferencePass:
     def _note(self, job: Job) -> None:
         """Have the next commit hold a hash of the numbers, so that those of another run are noticed."""
         self.engine.user_state[REFERENCES] = {
-            path.name: [batches.digest, steps, _sum_of(batches, batches.reference, steps)]
+            path.name: [
+                batches.digest,
+                steps,
+                _sum_of(batches, batches.reference, steps),
+                table_sum(batches.reference),
+            ]
             for batches, steps, path in _compared(job)
             if batches.reference is not None
         }
@@ -200,7 +206,10 @@ class ReferencePass:
     def _computed(
         self, batches: PackedBatches, job: Job, steps: int, path: Path, table: np.ndarray | None = None
     ) -> np.ndarray:
-        if table is None:
+        before = ""  # the hash that a commit may have of fewer rows
+        if table is not None:
+            before = table_sum(table)
+        else:
             table = np.full(batches.rows * batches.rows_per_item, np.nan, dtype=np.float32)
         number = min(steps, batches.steps_per_epoch)  # all rows, once
         with activity("computing the reference") as doing:
@@ -214,7 +223,8 @@ class ReferencePass:
             path.parent.mkdir(parents=True, exist_ok=True)
             base = reference_identity(job, self.engine.base_identity)
             with file_when_complete(path) as out:
-                np.savez(out, values=table, digest=np.array(_digest(batches, base)))
+                digest = np.array(_digest(batches, base))
+                np.savez(out, values=table, digest=digest, before=np.array(before))
         return table
 
     def _rows(self, batch: Batch, items: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Pack documents into rows of ``seq_len`` tokens in one pass and bounded memory, keep them in a file, and draw them.
 
 A token is one 32-bit word: the id, and two bits from which labels and positions follow. The file is a header and rows:
-words, a number that goes with them (a class, or a pair's margin), and a CRC-32. It is written once, and not mapped into
-memory: touched pages of a mapping would count as memory of the process, and that is bounded.
+words, a number that goes with them (a class, or a pair's margin), and a CRC-32 that begins with the row's number. It is
+written once, and not mapped into memory: touched pages of a mapping would count as memory of the process, and that is
+bounded.
 """
 
 import hashlib
@@ -257,7 +258,7 @@ class TokenFile:
             at = _HEADER_BYTES + row * self._row_bytes
             try:
                 out[:] = np.frombuffer(
-                    _checked(os.pread(self._file.fileno(), self._row_bytes, at)), np.uint32
+                    _checked(os.pread(self._file.fileno(), self._row_bytes, at), row), np.uint32
                 )
             except ValueError as error:
                 raise FinetuneError(
@@ -283,9 +284,9 @@ def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]
     with described("writing", path), file_when_complete(path) as file:
 
         def add(row: np.ndarray, label: int = 0) -> None:
-            counts.rows += 1
             tokens, number = row.tobytes(), np.uint32(label).tobytes()
-            file.write(tokens + number + _sum(tokens + number))
+            file.write(tokens + number + _sum(tokens + number, counts.rows))
+            counts.rows += 1
             digest.update(tokens + number if label else tokens)  # of texts, that of earlier versions
 
         file.seek(_HEADER_BYTES)
@@ -297,12 +298,12 @@ def write_token_file(path: Path, counts: Counts) -> Iterator[Callable[..., None]
         file.write(block + _sum(block))
 
 
-def _sum(data: bytes) -> bytes:
-    return zlib.crc32(data).to_bytes(_SUM_BYTES, "little")
+def _sum(data: bytes, row: int = 0) -> bytes:
+    return zlib.crc32(data, row).to_bytes(_SUM_BYTES, "little")
 
 
-def _checked(data: bytes) -> bytes:
+def _checked(data: bytes, row: int = 0) -> bytes:
     content = data[:-_SUM_BYTES]
-    if _sum(content) != data[-_SUM_BYTES:]:
+    if _sum(content, row) != data[-_SUM_BYTES:]:
         raise ValueError("not what was written")
     return content

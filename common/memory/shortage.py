@@ -1,5 +1,6 @@
 """What to say when the system refuses memory. Imports nothing slow."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ def shortage_explained(nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # A limit on files holds for memory that processes share
+        advice = "enter `ulimit -f unlimited` before" if error.errno == errno.EFBIG else "lower --host-memory"
         raise FinetuneError(
-            f"The system gives no {format_bytes(nbytes)} of memory ({error.strerror}): lower --host-memory."
+            f"The system gives no {format_bytes(nbytes)} of memory ({error.strerror}): {advice}."
         ) from error

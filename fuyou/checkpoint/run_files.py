@@ -2,7 +2,8 @@
 
 import contextlib
 import uuid
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ class VerifiedRun:
     records: int
     nbytes: int
     damage: list[str]  # One sentence for each damaged record, which names the SSD and the file
+    run: str = ""  # Random name of the run, equal on all ranks; empty with a single one
+    steps: frozenset[int] = frozenset()  # Steps that it can continue from
 
 
 def find_runs(paths: Iterable[Path], may_have_none: Container[Path] = ()) -> list[list[Path]]:
@@ -147,9 +150,28 @@ def verify_run(directories: Sequence[Path]) -> VerifiedRun:
         state = state_of(store, content)
         sealed = sealed_records(store, state)
         nbytes, damage = verify(store, sealed)
-        if cluster is not None:
-            damage = [*_exchanged_ranks(store.directories, cluster), *damage]
-        return VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)
+        run = VerifiedRun(store.directories, state.step, len(sealed), nbytes, damage)
+        if cluster is None:
+            return run
+        damage = [*_exchanged_ranks(store.directories, cluster), *damage]
+        steps = frozenset({state.step, (cluster["previous"] or {}).get("step", state.step)})
+        return replace(run, damage=damage, run=cluster["run"], steps=steps)
+
+
+def without_common_step(runs: Iterable[VerifiedRun]) -> Iterator[tuple[str, str]]:
+    """Yield the directories of each run whose ranks can continue from no common step, and a sentence about that."""
+    ranks = defaultdict[str, list[VerifiedRun]](list)
+    for rank in runs:
+        if rank.run:
+            ranks[rank.run].append(rank)
+    for parts in ranks.values():
+        if not frozenset.intersection(*(part.steps for part in parts)):
+            steps = {", ".join(map(str, part.directories)): part.step for part in parts}
+            held = "; ".join(f"{where} holds step {step:,}" for where, step in steps.items())
+            yield (
+                ", ".join(steps),
+                f"No step is on all ranks: {held}. One of them is from an older copy: put its newest one back.",
+            )
 
 
 def _exchanged_ranks(directories: Iterable[Path], cluster: Mapping[str, Any]) -> list[str]:

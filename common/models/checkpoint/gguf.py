@@ -107,10 +107,14 @@ def _is_whole(key: str, directory: Path) -> bool:
 
 
 def _states(directory: Path) -> dict[str, str]:
-    files = [
-        path for path in directory.iterdir() if path.name not in ("lock", SOURCE) and not path.is_symlink()
-    ]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
+    files = [path for path in directory.iterdir() if path.name not in ("lock", SOURCE)]
+    return {
+        path.name: str(path.readlink())
+        if path.is_symlink()
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.is_symlink() or path.is_file()
+    }
 
 
 def _remove_content(directory: Path) -> None:

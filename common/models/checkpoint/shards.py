@@ -260,6 +260,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ) from error
 
     data = size - 8 - length
+    end = 0
     for name, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
         if stop > data:
             raise FinetuneError(
@@ -271,7 +272,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"{file} is damaged: its tensor {name}, {tensors[name].dtype} {list(tensors[name].shape)}, has "
                 f"{stop - start:,} bytes. Download it again."
             )
-    if data != max((stop for _, stop in ranges.values()), default=0):
+        if start != end:
+            raise FinetuneError(
+                f"{file} is damaged: its tensor {name} begins at byte {start:,}, and the one before it ends at "
+                f"{end:,}. Download it again."
+            )
+        end = stop
+    if data != end:
         raise FinetuneError(
             f"{file} is damaged: its header is not for {data:,} bytes of data. Download it again."
         )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.options.loss_sum import EVALUATION
 from cli.report.log import History, spans
-from cli.report.page import EVALUATION, read_metrics
+from cli.report.page import read_metrics
 from cli.report.results import StepResult, Summary, Usage, step_metrics
 from common.store.errors import StoreError
 
