@@ -22,7 +22,7 @@ from common.errors import FinetuneError, UserError
 from common.store import Layout, commit_manifest, load_manifest
 from common.store.directories import DirectoryLock, create_directories
 from common.store.folders import successor_folder
-from fuyou.checkpoint.run_files import VerifiedRun
+from fuyou.checkpoint.run_files import VerifiedRun, without_common_step
 from tests.cli.conftest import Finetune
 
 SMALL = ("--batch-size", 1, "--seq-len", 16, "--gpu", "cpu", "--steps", 2, "--no-save")
@@ -177,6 +177,8 @@ def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path
     (edited("files.json", lambda content: content.pop("id")), "files.json is missing or damaged"),
     (edited("files.json", lambda content: content["files"].update(a=5)), "files.json is missing or damaged"),
     (edited("files.json", lambda content: content["files"].clear()), "files.json lists no result"),
+    (edited("files.json", lambda content: content["files"].clear()), "files.json was edited"),
+    (edited("files.json", lambda content: content.update(command=["rm"])), "files.json was edited"),
     (edited("files.json", lambda content: content["files"].pop("checkpoints/step-2/config.json")),
      "step-2/config.json is not in run/files.json"),
     (lambda run: (run.parent / "adapter_config.json").touch(), "adapter_config.json is not in run/files.json"),
@@ -304,6 +306,7 @@ def test_directories_of_a_finished_run_are_exchanged(
             second.rename(first)
             (root / "other").rename(second)
             text = verified(stores)
+            assert "mount its drive" not in text
             if not is_back:
                 assert f"{first} holds what the run had in {second}: folders were exchanged" in text
         assert not text
@@ -360,3 +363,55 @@ def test_a_damaged_journal_puts_nothing_back(finetune: Finetune, finished: Path)
         assert (
             refused.status == 2 and "journal.json is damaged, which lists what a killed run" in refused.err
         ), words
+
+
+def test_files_that_are_lost_with_their_lines_in_the_list_are_named(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoints/step-2/config.json", "config.json"):
+        edited("files.json", lambda content, name=name: content["files"].pop(name))(finished / RUN)
+        (finished / name).unlink()
+        assert Outputs.read(finished).is_edited and run_verify([str(finished)]) == 1
+        assert "files.json was edited since it was written" in capsys.readouterr().err
+    Outputs.read(finished).write()
+    assert not Outputs.read(finished).is_edited
+
+
+def test_what_a_run_has_yet_to_write_needs_no_export(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where another file is damaged: the run was killed before its first result."""
+    outputs = Outputs.read(finished)
+    outputs.remove("checkpoints/step-2")
+    (outputs.prepare("base") / "config.json").write_text("{}")
+    outputs.put("base")
+    for command in ("", "finetune export"):
+        (finished / "base/config.json").write_text("[]")
+        if not command:
+            edited("files.json", lambda content: content["files"].pop("config.json"))(finished / RUN)
+            edited("run.json", lambda content: content.pop("ended_after"))(finished / RUN)
+            (finished / "config.json").unlink()
+        else:
+            note_end(finished, 3)
+        assert run_verify([str(finished)]) == 1
+        text = capsys.readouterr().err
+        assert "base/config.json is not what the run wrote" in text
+        assert ("finetune export" in text) == bool(command)
+
+
+@pytest.mark.parametrize("steps", [*itertools.product((3, 4, 5), repeat=3)], ids=str)
+def test_ranks_without_a_common_step_are_named(steps: tuple[int, ...]) -> None:
+    """Each has the step before its last one, too."""
+    ranks = [
+        VerifiedRun((Path(f"rank-{rank}"),), step, 1, 1, [], "run", frozenset({step, step - 1}))
+        for rank, step in enumerate(steps)
+    ]
+    others = [
+        VerifiedRun((Path("alone"),), 9, 1, 1, []),
+        VerifiedRun((Path("x"),), 1, 1, 1, [], "x", frozenset({1})),
+    ]
+    faults = list(without_common_step([*ranks, *others]))
+    assert bool(faults) == (max(steps) - min(steps) > 1)
+    for where, sentence in faults:
+        assert where == "rank-0, rank-1, rank-2"
+        assert all(f"rank-{rank} holds step {step}" in sentence for rank, step in enumerate(steps))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load
 
+from cli.job.inputs import check_whole
+from cli.options.settings import Settings
 from tests.cli.conftest import Finetune
 from tests.helpers.command.messages import check
 
@@ -189,3 +191,13 @@ def test_a_damaged_adapter_and_a_damaged_merge(
             2,
             f"--adapter {adapter}: {adapter}/adapter_model.safetensors is not what the run wrote there",
         )
+
+
+def test_weights_that_are_there_twice_are_mentioned(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = Settings(model=str(model))
+    assert check_whole(settings) == []
+    (model / "model.safetensors.index.json").write_text("{}")
+    assert len(check_whole(settings)) == 1 and "the former is read" in check_whole(settings)[0]
+    (model / "model.safetensors").unlink()
+    assert check_whole(settings) == check_whole(Settings()) == check_whole(Settings(model="x" * 999)) == []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.job.resumed import faults_of_references
+from cli.job.resumed import faults_of_losses, faults_of_references, table_sum
 from cli.options.loss_sum import LossSum, edited_lines
 from cli.report.log import History
 from tests.cli.conftest import Finetune
@@ -186,6 +186,15 @@ def test_the_sum_of_a_line_tells_edited_ones(tmp_path: Path) -> None:
     for before, after in (("0.1", "0.2"), ("null", "1.0"), ("1e+300", "null"), ('"step": 3', '"step": 0')):
         file.write_text(text.replace(before, after))
         assert len(edited_lines(file)) == 1, before
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines[1:4]:
+        del line["checksum"]
+        file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        assert edited_lines(file) == list(range(1, line["step"] + 1))
+    for line in lines[:4]:
+        line.pop("checksum", None)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert edited_lines(file) == []  # of an earlier version
     file.write_text(text[:-30] + "\n")
     assert edited_lines(file) == [] and edited_lines(tmp_path / "none") == []
 
@@ -221,6 +230,18 @@ def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     np.savez(file, values=np.arange(9.0), digest=np.array("data"))
     assert faults_of_references(tmp_path) == []
+    values = np.arange(9.0)
+    noted = {file.name: ["data", 1, "sum", table_sum(values)]}
+    monkeypatch.setattr("cli.job.resumed._committed", lambda _: {"user": {"reference": noted}})
+    assert faults_of_references(tmp_path) == []
+    for index in range(9):
+        np.savez(file, values=np.where(np.arange(9) == index, -1, values), digest=np.array("data"))
+        assert faults_of_references(tmp_path)[0].startswith(f"{file} has other log-probabilities")
+    # Extended by more steps, and killed before a commit; then with other held-out data
+    np.savez(file, values=np.arange(12.0), digest=np.array("data"), before=np.array(table_sum(values)))
+    assert faults_of_references(tmp_path) == []
+    np.savez(file, values=np.arange(3.0), digest=np.array("others model"))
+    assert faults_of_references(tmp_path) == []
     content = file.read_bytes()
     for damaged in (content[:-9], content[:200] + b"!" + content[201:], b""):
         file.write_bytes(damaged)
@@ -251,3 +272,20 @@ def test_a_result_of_an_earlier_step_is_named(finetune: Finetune, begun: Begun, 
     assert f"kept     the result of an earlier step in {tmp_path / 'out'}: finetune export" in resumed.out, (
         resumed.err
     )
+
+
+def test_evaluations_that_are_lost_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "cli.job.resumed._committed", lambda _: {"user": {"evaluations": [[1, 0.5], [2, None], [3, 0.7]]}}
+    )
+    (tmp_path / "run").mkdir()
+    for lost in ((), (1,), (2, 3), (1, 2, 3)):
+        history = History(tmp_path / "run/metrics.jsonl", 0)
+        for step in (1, 2, 3):
+            history.append(step, {"loss": 1.0})
+            if step not in lost:
+                history.append(step, {EVALUATION: 0.5}, summed=True)
+        history.close()
+        other, gaps = faults_of_losses(tmp_path)
+        assert not other
+        assert [gap.rpartition("no evaluation of step ")[2] for gap in gaps] == [f"{step}." for step in lost]

@@ -1,6 +1,8 @@
 """The packer against a twin in plain lists, and its words against their meaning."""
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.data.encode import EncodedSegment
-from common.data.pack import ID_MASK, STARTS, TRAINED, Packer, cut_documents, unpack
+from common.data.pack import (
+    ID_MASK,
+    STARTS,
+    TRAINED,
+    Packer,
+    TokenFile,
+    cut_documents,
+    unpack,
+    write_token_file,
+)
+from common.data.selection import Counts
+from common.errors import FinetuneError
 
 PAD = 7
 
@@ -134,3 +147,25 @@ def test_segments_do_not_matter(length: int) -> None:
     at_once = [piece.tolist() for piece in cut_documents(segments_of([[length]]), 8)]
     one_by_one = [piece.tolist() for piece in cut_documents(segments_of([[1] * length]), 8)]
     assert at_once == one_by_one
+
+
+def test_rows_that_were_exchanged_or_copied_are_not_read(tmp_path: Path) -> None:
+    """As by a drive that writes to another place."""
+    file, rows = tmp_path / "a.tokens", np.arange(12, dtype=np.uint32).reshape(4, 3)
+    with write_token_file(file, Counts(seq_len=3, files=1)) as add:
+        for row in rows:
+            add(row)
+    content = file.read_bytes()
+    size = 4 * (3 + 1) + 4
+    start = len(content) - 4 * size
+    parts = [content[at : at + size] for at in range(start, len(content), size)]
+    for order in itertools.product(range(4), repeat=4):
+        file.write_bytes(content[:start] + b"".join(parts[number] for number in order))
+        read = TokenFile(file)
+        for row, number in enumerate(order):
+            if row == number:
+                assert read.read(np.array([row]))[0].tolist() == [rows[row].tolist()]
+            else:
+                with pytest.raises(FinetuneError, match="The packed data are damaged"):
+                    read.read(np.array([row]))
+        read.close()

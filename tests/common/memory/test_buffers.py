@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import FinetuneError
 from common.memory.buffers import HUGE_PAGE, PAGE, HostBuffer, round_up
 from tests.helpers.cudart import FakeCuda
 
@@ -110,3 +111,17 @@ def test_taking_shared_memory_writes_nothing_on_old_kernels(monkeypatch: pytest.
     buffer.touch()
     assert not buffer.array.any()
     buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.EFBIG, "`ulimit -f unlimited`"), (errno.ENOMEM, "lower host_memory")]
+)
+def test_a_limit_on_files_is_not_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "ftruncate", refused)
+    with pytest.raises(FinetuneError, match=advice):
+        HostBuffer(MIB, shared=True)

@@ -390,3 +390,12 @@ def test_what_the_file_adds_to_texts_is_added(tmp_path: Path) -> None:
         ids = tokenizer("the end", add_special_tokens=False)["input_ids"]
         assert tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁") == add
         assert tokenizer.decode(ids) == "the end"
+
+
+def test_a_description_of_which_the_link_leads_elsewhere_is_made_again(tmp_path: Path) -> None:
+    file, other = (write_gguf(tmp_path / name, FAMILIES["llama"][0], FIELDS) for name in ("a.gguf", "b.gguf"))
+    link = described(file) / file.name
+    for change in (link.symlink_to, lambda _: None):
+        link.unlink()
+        change(other)
+        assert described(file) == link.parent and link.resolve() == file

@@ -1,6 +1,8 @@
 """Files of checkpoints and adapters: the user's umask, older files, and what a killed process has left."""
 
 import errno
+import itertools
+import json
 import os
 import re
 import stat
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from common.errors import FinetuneError
 from common.models.checkpoint.shards import DTYPES, read_header
 from common.models.checkpoint.writer import (
     make_staging_folder,
@@ -108,3 +111,24 @@ def test_files_come_in_order_after_older_ones_have_gone(
     move_into_place(directory, [directory / "config", directory / "none"], last=["weights", "config"])
     assert moved == [("a", False), ("weights", False), ("config", False)]
     assert {path.name for path in directory.iterdir()} == {"a", "config", "mine", "weights"}
+
+
+def test_tensors_that_share_bytes_or_leave_some_out_are_damage(tmp_path: Path) -> None:
+    """safetensors refuses such files, too."""
+    file = tmp_path / "weights"
+    save_file({name: torch.full((2,), float(value)) for value, name in enumerate("abcd")}, file)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    ranges = {name: header[name]["data_offsets"] for name in "abcd"}
+    for names in itertools.product("abcd", repeat=4):
+        changed = {
+            name: header[name] | {"data_offsets": ranges[of]} for name, of in zip("abcd", names, strict=True)
+        }
+        text = json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        if len(set(names)) == 4:
+            assert read_header(file).keys() == set("abcd")
+        else:
+            with pytest.raises(FinetuneError, match=r"weights is damaged: its"):
+                read_header(file)
