@@ -1,11 +1,14 @@
 """Nodes that train out of core, killed at calls drawn from a run; tests/crash/all_points.py tries every one."""
 
+import itertools
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from fuyou.checkpoint.run_files import find_runs, verify_run, without_common_step
 from tests.helpers.crash.drives import Fault
 from tests.helpers.crash.points import ENDINGS
 from tests.helpers.crash.ranks import STORIES, RanksRun, crash, reference
@@ -56,3 +59,23 @@ def test_another_run_on_the_drives_of_a_new_node_stays(tmp_path: Path) -> None:
     assert both.status == 1 and "holds another run than the one that continues here" in both.error, both.error
     for node in (0, 1):
         assert execute(RanksRun(root, {"resume": True}, nodes=1, kept=(node,), steps=2)).status == 0
+
+
+def test_nodes_that_hold_copies_of_other_steps(tmp_path: Path) -> None:
+    """They are named when they are verified exactly if the run is not continued with them."""
+    root = tmp_path / "run"
+    for step in (1, 2, 3):
+        assert execute(RanksRun(root, {"resume": step > 1}, steps=step)).status == 0
+        for node in (0, 1):
+            shutil.copytree(root / f"node{node}", tmp_path / f"step{step}" / f"node{node}")
+    for steps in itertools.product((1, 2, 3), repeat=2):
+        for node, step in enumerate(steps):
+            shutil.rmtree(root / f"node{node}")
+            shutil.copytree(tmp_path / f"step{step}" / f"node{node}", root / f"node{node}")
+        ranks = [verify_run(paths) for paths in find_runs([root / "node0", root / "node1"])]
+        faults = list(without_common_step(ranks))
+        assert [rank.step for rank in ranks] == list(steps) and not any(rank.damage for rank in ranks)
+        assert bool(faults) == (abs(steps[0] - steps[1]) > 1), steps
+        if steps in ((1, 3), (2, 3)):
+            outcome = execute(RanksRun(root, {"resume": True}, steps=4))
+            assert bool(outcome.status) == bool(faults), outcome.error

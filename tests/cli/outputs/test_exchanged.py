@@ -241,7 +241,11 @@ def test_damaged_references_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     np.savez(file, values=np.arange(12.0), digest=np.array("data"), before=np.array(table_sum(values)))
     assert faults_of_references(tmp_path) == []
     np.savez(file, values=np.arange(3.0), digest=np.array("others model"))
+    assert faults_of_references(tmp_path)[0].startswith(f"{file} has other log-probabilities")
+    np.savez(tmp_path / "run/reference-held-out.npz", values=np.arange(3.0), digest=np.array("others model"))
+    noted["reference-held-out.npz"] = noted.pop(file.name)
     assert faults_of_references(tmp_path) == []
+    noted[file.name] = noted.pop("reference-held-out.npz")
     content = file.read_bytes()
     for damaged in (content[:-9], content[:200] + b"!" + content[201:], b""):
         file.write_bytes(damaged)
