@@ -57,10 +57,15 @@ class _Header:
             key = self._text(_MOST_NAME_BYTES, "a key").decode(errors="replace")
             value = self._value(self._number("I"), key)
             check_counts({key: value}, self._name)
+        last = -1
         for _ in range(tensors):
             name = self._text(_MOST_NAME_BYTES, "the name of a tensor").decode(errors="replace")
             dimensions = self._count("I", _MOST_DIMENSIONS, f"dimensions of {name}")
-            self._take(8 * dimensions + 12)  # with the type of its elements, and its place
+            self._take(8 * dimensions + 4)  # with the type of its elements
+            start = self._number("Q")
+            if start <= last:  # llama.cpp takes them in this order only
+                raise ValueError(f"its tensor {name} does not begin after the tensor before it: it is damaged")
+            last = start
 
     def _value(self, kind: int, key: str) -> Any:
         """Return the value of a key if it is a number."""

@@ -1,6 +1,7 @@
 """GGUF files give the weights that transformers reads from them, bit for bit."""
 
 import copy
+import itertools
 import os
 import re
 import struct
@@ -399,3 +400,24 @@ def test_a_description_of_which_the_link_leads_elsewhere_is_made_again(tmp_path:
         link.unlink()
         change(other)
         assert described(file) == link.parent and link.resolve() == file
+
+
+def test_tensors_that_begin_where_others_do_are_damage(tmp_path: Path) -> None:
+    """llama.cpp refuses such files, too: tensors follow each other in the order of the header."""
+    from gguf import GGUFReader
+
+    file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
+    content = file.read_bytes()
+    reader = GGUFReader(str(file))
+    places = [tensor.field.parts[-1] for tensor in reader.tensors]
+    for first, second in itertools.pairwise(places):
+        for change in ((first, first), (second, second), (second, first)):
+            damaged = content
+            for place, (number,) in zip((first, second), change, strict=True):
+                at = place.ctypes.data - reader.data.ctypes.data
+                damaged = damaged[:at] + int(number).to_bytes(8, "little") + damaged[at + 8 :]
+            file.write_bytes(damaged)
+            with pytest.raises(UserError, match="does not begin after the tensor before it"):
+                described(file)
+    file.write_bytes(content)
+    assert described(file)
