@@ -64,7 +64,9 @@ class _Header:
             self._take(8 * dimensions + 4)  # with the type of its elements
             start = self._number("Q")
             if start <= last:  # llama.cpp takes them in this order only
-                raise ValueError(f"its tensor {name} does not begin after the tensor before it: it is damaged")
+                raise ValueError(
+                    f"its tensor {name} does not begin after the tensor before it: it is damaged"
+                )
             last = start
 
     def _value(self, kind: int, key: str) -> Any:

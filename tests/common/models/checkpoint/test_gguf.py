@@ -409,12 +409,12 @@ def test_tensors_that_begin_where_others_do_are_damage(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", FAMILIES["llama"][0], FIELDS)
     content = file.read_bytes()
     reader = GGUFReader(str(file))
-    places = [tensor.field.parts[-1] for tensor in reader.tensors]
-    for first, second in itertools.pairwise(places):
+    entries = [tensor.field.parts[-1] for tensor in reader.tensors]
+    for first, second in itertools.pairwise(entries):
         for change in ((first, first), (second, second), (second, first)):
             damaged = content
-            for place, (number,) in zip((first, second), change, strict=True):
-                at = place.ctypes.data - reader.data.ctypes.data
+            for entry, (number,) in zip((first, second), change, strict=True):
+                at = entry.ctypes.data - reader.data.ctypes.data
                 damaged = damaged[:at] + int(number).to_bytes(8, "little") + damaged[at + 8 :]
             file.write_bytes(damaged)
             with pytest.raises(UserError, match="does not begin after the tensor before it"):
