@@ -8,7 +8,7 @@ from common.store.folders import SCRATCH
 from fuyou.checkpoint.commits import Commits
 from fuyou.checkpoint.run_files import RunFiles
 from fuyou.config import EngineConfig
-from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.model_layout import ModelLayout, most_of_a_kind
 from fuyou.layout.record import RecordExtents
 from fuyou.model.open_model import OpenModel
 from fuyou.model.recompute.policy import ActivationPlanner
@@ -77,7 +77,7 @@ class Runtime:
             device_limit,
             host_limit,
             device.shares_host_memory,
-            deferred=len(self._deferred),
+            deferred=most_of_a_kind(layout, self._deferred),
             speculative=options.update_policy.speculative,
             host_cache=options.host_cache,
             saving_layers=len(self._keeping.layers),

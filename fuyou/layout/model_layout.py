@@ -1,9 +1,12 @@
 """Layout of a model, from which schedules and memory plans are made: its records, their visits, and resident ones."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import chain
+from typing import TypeVar
 
 from common.models.adapters.memory import NO_ADAPTERS, AdapterMemory
 from common.models.attention.memory import NO_ATTENTION, AttentionMemory
@@ -11,6 +14,8 @@ from common.models.vision import NO_IMAGES, ImageMemory
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.layout.record_parts import PieceOrder
 from fuyou.layout.share import Share
+
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -52,10 +57,10 @@ class Visit:
     phase: Phase
     record: int
     layer: int | None = None  # Index of the block, 0 to L - 1, or L for the head; None for the embedding
-    adapter: int | None = None  # Adapter record that is used with `record`, which is frozen then
+    adapter: int | None = None  # Adapter record that is used with `record`
     tower: int | None = None  # Record of frozen towers that the embedding uses
-    trained: int | None = None  # Record whose gradient a backward visit adds to: `record` or `adapter`
-    completes: bool = True  # Whether that gradient is complete afterwards
+    trained: tuple[int, ...] = ()  # Records whose gradients a backward visit adds to
+    completes: tuple[int, ...] = ()  # Those of them whose gradients are complete afterwards
     passes_on: bool = True  # Whether a backward visit computes the gradient of its input
 
     part: Part | None = None  # Part of a block in pieces; None for a whole block or outside
@@ -138,7 +143,8 @@ class KindSizes:
     parameter_nbytes: int
     gradient_nbytes: int
     trained_elements: int
-    trained_parameter: int
+    trained_parameter_nbytes: int
+    splits: bool  # Whether master weights of any of them are split
 
     @staticmethod
     def of(records: Sequence[Record]) -> "KindSizes":
@@ -150,7 +156,15 @@ class KindSizes:
             max((record.parameter_nbytes for record in records), default=0),
             max((record.gradient_nbytes for record in records), default=0),
             max((record.numel for record in trained), default=0),
-            max((slot.numel for record in trained for slot in record.parameters), default=0),
+            max(
+                (
+                    slot.numel * record.precision.gradient_bytes
+                    for record in trained
+                    for slot in record.parameters
+                ),
+                default=0,
+            ),
+            any(record.precision.split for record in trained),
         )
 
 
@@ -249,9 +263,16 @@ class ModelLayout:
         return tuple(record.index for record in self.records if record.trainable)
 
     @cached_property
-    def trainable_blocks(self) -> tuple[int, ...]:
-        both = (index for layer, block in enumerate(self.blocks) for index in (*block, self._adapter(layer)))
-        return tuple(index for index in both if index in self.trainable)
+    def trainable_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the trained records of blocks; an adapter record comes with the block's, or with its last piece."""
+        result: list[tuple[int, ...]] = []
+        for layer, block in enumerate(self.blocks):
+            trained = [(index,) for index in block if index in self.trainable]
+            adapter = self._adapter(layer)
+            if adapter is not None and adapter in self.trainable:
+                trained[-1:] = [(*chain(*trained[-1:]), adapter)]
+            result += trained
+        return tuple(result)
 
     @property
     def largest_block(self) -> int:
@@ -311,7 +332,7 @@ class ModelLayout:
             visit for layer in reversed(layers) for visit in self._block_backward(layer, micro_batches)
         ]
         backward.append(self._trains(embedding))
-        last = max((index for index, visit in enumerate(backward) if visit.trained is not None), default=0)
+        last = max((index for index, visit in enumerate(backward) if visit.trained), default=0)
         ending = (backward[last].phase, backward[last].layer)
         ends = [(visit.phase, visit.layer) == ending for visit in backward]
         backward = [
@@ -319,9 +340,7 @@ class ModelLayout:
             for index, (visit, end) in enumerate(zip(backward, ends, strict=True))
             if index <= last or end
         ]
-        if backward[-1].phase is Phase.EMBED_BACKWARD and backward[-1].trained == backward[0].trained:
-            backward[0] = replace(backward[0], completes=False)
-        return forward + backward
+        return forward + _completed(backward)
 
     def _block_forward(self, layer: int, groups: Sequence[range]) -> list[Visit]:
         records = self.blocks[layer]
@@ -350,21 +369,28 @@ class ModelLayout:
         for index, stage in enumerate(stages):
             part = Part(not index, index == len(stages) - 1, stage.recomputes, stage.differentiates)
             visit = Visit(Phase.BLOCK_BACKWARD, records[stage.piece], layer, adapter, part=part)
-            visits.append(self._trains(visit) if holds[index] or adapter is not None else visit)
+            visits.append(self._trains(visit, holds[index]))
         if not trained:
             alone = [range(micro, micro + 1) for micro in range(micro_batches)]
             visits = [replace(visit, micros=micros) for micros in alone for visit in visits]
-        ends = {*{visit.trained: index for index, visit in enumerate(visits)}.values()}
-        return [
-            visit if index in ends else replace(visit, completes=False) for index, visit in enumerate(visits)
-        ]
+        return visits
 
     def _adapter(self, layer: int) -> int | None:
         return self.block_adapters[layer] if self.block_adapters else None
 
-    def _trains(self, visit: Visit) -> Visit:
-        trained = next((index for index in visit.records if index in self.trainable), None)
-        return replace(visit, trained=trained)
+    def _trains(self, visit: Visit, holds: bool = True) -> Visit:
+        """Return the visit with what it trains; ``holds``: whether the record's gradient is on the device."""
+        trained = [index for index in visit.records if index in self.trainable]
+        return replace(visit, trained=tuple(index for index in trained if holds or index != visit.record))
+
+
+def _completed(visits: Sequence[Visit]) -> list[Visit]:
+    """Return the visits of a backward pass, each with the gradients that no later one adds to."""
+    last = {index: number for number, visit in enumerate(visits) for index in visit.trained}
+    return [
+        replace(visit, completes=tuple(index for index in visit.trained if last[index] == number))
+        for number, visit in enumerate(visits)
+    ]
 
 
 @dataclass(frozen=True)
@@ -388,7 +414,7 @@ class Recomputation:
 FULL_RECOMPUTATION = Recomputation()  # All of every block is computed again
 
 
-def evenly_spaced(blocks: Sequence[int], count: int) -> list[int]:
+def evenly_spaced(blocks: Sequence[T], count: int) -> list[T]:
     """Return ``count`` of ``blocks``, evenly spaced, counted from the last."""
     layers = len(blocks)
     return [blocks[-(-(number + 1) * layers // count) - 1] for number in range(count)]
@@ -415,4 +441,10 @@ def interleaved(layout: ModelLayout, fraction: float) -> frozenset[int]:
     """
     if fraction >= 1:
         return frozenset(layout.trainable)
-    return frozenset(evenly_spaced(layout.trainable_blocks, round(fraction * len(layout.trainable_blocks))))
+    blocks = layout.trainable_blocks
+    return frozenset(chain.from_iterable(evenly_spaced(blocks, round(fraction * len(blocks)))))
+
+
+def most_of_a_kind(layout: ModelLayout, records: Collection[int]) -> int:
+    """Return how many of the records are of the most frequent kind."""
+    return max(Counter(layout.records[index].kind for index in records).values(), default=0)

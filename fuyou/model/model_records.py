@@ -50,12 +50,13 @@ class _Group:
 
         They take up optimizer states that they do not need, but what is trained is not taken for adapters.
         """
-        frozen, trained = (
-            sum(math.prod(shape) for _, shape, _ in part) for part in (self.frozen, self.trained)
-        )
-        if frozen > HELD_FRACTION * trained:
+        if _elements(self.frozen) > HELD_FRACTION * _elements(self.trained):
             return self
         return _Group([], self.trained + self.frozen, frozenset(names[0] for names, *_ in self.frozen))
+
+
+def _elements(entries: Iterable[Entry]) -> int:
+    return sum(math.prod(shape) for _, shape, _ in entries)
 
 
 @dataclass
@@ -86,20 +87,17 @@ class _Records:
             names = [names[0] for names, *_ in group.frozen]
             compressed = {name: self.compressed[name] for name in names if name in self.compressed}
             frozen = frozen if compressed else FrozenDtype.PLAIN
-        wide = [names[0] for names, *_ in group.frozen or group.trained if names[0] in self.wide]
-        if wide and not group.frozen:
-            raise UserError(
-                f"This family keeps {wide[0]} in fp32, which training all weights in bf16 would round: train adapters "
-                "(--lora-rank), or all weights with --dtype fp32."
-            )
+        if not group.frozen:
+            precision, entries = self._by_dtype(kind, group)[0]
+            return self._add_trained(name, kind, precision, entries, group.held)
+        wide = [names[0] for names, *_ in group.frozen if names[0] in self.wide]
         return self._add(
             name,
             kind,
             self.precision,
-            group.frozen or group.trained,
-            trainable=not group.frozen,
+            group.frozen,
+            trainable=False,
             frozen=frozen,
-            held=group.held,
             wide=wide,
             compressed=compressed,
         )
@@ -111,6 +109,38 @@ class _Records:
         """
         return (
             self._add(f"{name} adapters", Kind.ADAPTER, self.precision.in_fp32, entries) if entries else None
+        )
+
+    def next_to(self, name: str, kind: Kind, group: _Group) -> int | None:
+        """Make a record of what :meth:`main` leaves of a group: what is trained next to frozen parameters, or is in the
+        other dtype. Return its index, or None if nothing is left."""
+        if group.frozen:
+            return self.adapter(name, group.trained)
+        precision, entries = self._by_dtype(kind, group)[1]
+        if not entries:
+            return None
+        dtype = str(precision.dtype).removeprefix("torch.")
+        return self._add_trained(f"{name} in {dtype}", Kind.ADAPTER, precision, entries, group.held)
+
+    def _by_dtype(self, kind: Kind, group: _Group) -> list[tuple[Precision, list[Entry]]]:
+        """Return the parameters of a trained group in both dtypes, those of its main record first.
+
+        These are in fp32 if none is in bf16 or, outside the blocks, if that is the larger part: buffers of adapter
+        records are as large as the largest.
+        """
+        kept = [entry for entry in group.trained if entry[0][0] in self.wide]
+        rest = [entry for entry in group.trained if entry[0][0] not in self.wide]
+        parts = [(self.precision, rest), (self.precision.in_fp32, kept)]
+        larger = kind is Kind.NON_BLOCK and _elements(kept) > _elements(rest)
+        return parts[::-1] if kept and (larger or not rest) else parts
+
+    def _add_trained(
+        self, name: str, kind: Kind, precision: Precision, entries: list[Entry], held: frozenset[str]
+    ) -> int:
+        """Make a record that is trained, but for what is held; frozen if that is all of it."""
+        held = held & {names[0] for names, *_ in entries}
+        return self._add(
+            name, kind, precision, entries, trainable=len(held) < len(entries) or not entries, held=held
         )
 
     def _add(self, name: str, kind: Kind, precision: Precision, entries: list[Entry], **options: Any) -> int:
@@ -141,7 +171,7 @@ def model_records(
         kept: names of parameters that the family keeps in fp32, whose dtype that is.
 
     Raises:
-        UserError: the family keeps parameters in fp32 that bf16 training would round, or all parameters are frozen.
+        UserError: all parameters are frozen.
     """
     if not any(parameter.requires_grad for parameter in stack.model.parameters()):
         raise UserError("All parameters of the model are frozen: there is nothing to train.")
@@ -194,30 +224,29 @@ def _build_layout(groups: _Groups, records: _Records, precision: Precision) -> M
     after = groups.after
     both = groups.both
     tower = groups.tower
-    first = before
-    last = after
     if both or not before or not after:
         # In the model's order, as far as that goes: what is tied is the embedding, which comes first.
         whole = (both + before + after).with_held()
         embedding = head = records.main("outer", Kind.NON_BLOCK, whole)
-        if not whole.frozen:
-            first = last = _Group()  # trained as a whole: no adapters
     else:
         whole = _Group()
         before = before.with_held()
         after = after.with_held()
         embedding = records.main("embedding", Kind.NON_BLOCK, before)
         head = records.main("head", Kind.NON_BLOCK, after)
-        first, last = (group if group.frozen else _Group() for group in (before, after))
     layers = tuple(records.main(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks))
-    if whole.frozen and both.trained:
+    if whole and not whole.frozen:
+        embedding_adapter = head_adapter = records.next_to("outer", Kind.NON_BLOCK, whole)
+    elif whole.frozen and both.trained:
         embedding_adapter = head_adapter = records.adapter("outer", whole.trained)
+    elif whole:
+        embedding_adapter = records.adapter("embedding", before.trained)
+        head_adapter = records.adapter("head", after.trained)
     else:
-        embedding_adapter = records.adapter("embedding", first.trained)
-        head_adapter = records.adapter("head", last.trained)
+        embedding_adapter = records.next_to("embedding", Kind.NON_BLOCK, before)
+        head_adapter = records.next_to("head", Kind.NON_BLOCK, after)
     adapters = tuple(
-        records.adapter(f"block {layer}", group.trained if group.frozen else [])
-        for layer, group in enumerate(blocks)
+        records.next_to(f"block {layer}", Kind.BLOCK, group) for layer, group in enumerate(blocks)
     )
     towers = records.main("towers", Kind.TOWER, tower) if tower.frozen else None
     return ModelLayout(

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from common.errors import UserError
 from common.hardware.compute_rates import ComputeRates
-from fuyou.layout.model_layout import Recomputation
+from fuyou.layout.model_layout import Recomputation, most_of_a_kind
 from fuyou.layout.record import Kind
 from fuyou.model.recompute.block_trace import BlockTrace
 from fuyou.model.recompute.policy import (
@@ -160,7 +160,7 @@ class Evaluator:
             machine.device_bytes,
             machine.host_bytes,
             machine.cpu,
-            deferred=len(updates.deferred(job.layout)),
+            deferred=most_of_a_kind(job.layout, updates.deferred(job.layout)),
             speculative=updates.speculative,
             host_cache=job.host_cache,
             saving_layers=len(activations.layers),

@@ -63,7 +63,7 @@ class TaskRates:
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
             return task.flops / (self.head_flops_per_second or self.flops_per_second)
         finishes = task.last and (
-            task.visit.part is None or (task.gradient is not None and task.visit.completes)
+            task.visit.part is None or bool(task.visit.completes)
         )
         finish = self.finish_seconds if finishes else 0.0
         return max(task.flops / (self.backward_flops_per_second or self.flops_per_second), host[1]) + finish

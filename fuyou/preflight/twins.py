@@ -40,7 +40,7 @@ from fuyou.runtime.data_plane.data_plane import DataPlane
 from fuyou.schedule.batch import Batch, BatchShape
 from fuyou.schedule.memory_plan import MemoryPlan
 from fuyou.schedule.scheduler import Scheduler
-from fuyou.schedule.tasks import Activation, ComputeTask, known
+from fuyou.schedule.tasks import Activation, ComputeTask
 
 ROWS = 2
 
@@ -328,11 +328,10 @@ class SmallStep:
                 parameters[records[index].kind].by_index[buffer] = self._flat[index].view(torch.uint8)
 
         def finish(task: ComputeTask) -> None:
-            if task.last and task.gradient is not None and task.visit.completes:
-                record = records[known(task.visit.trained)]
-                flat = (
-                    gradients[record.kind].values(task.gradient, record.numel, record.precision.dtype).clone()
-                )
+            for index in task.visit.completes if task.last else ():
+                record = records[index]
+                buffer = gradients[record.kind]
+                flat = buffer.values(task.gradients[index], record.numel, record.precision.dtype).clone()
                 for slot, view in zip(record.parameters, record.views(flat).values(), strict=True):
                     is_absent = marked_absent(view.reshape(-1)[:1]).any()
                     parts[slot.names[0]][slot.experts[0] if slot.experts else 0] = None if is_absent else view

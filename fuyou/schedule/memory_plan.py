@@ -12,7 +12,7 @@ from common.memory.buffers import round_up
 from common.models.vision import NO_IMAGES
 from fuyou.layout.cutting import filling_bytes
 from fuyou.layout.frozen_weights import ROW_ELEMENTS, ROWS_ON_ACCELERATORS, FrozenDtype
-from fuyou.layout.model_layout import BufferCounts, KeyMemory, ModelLayout
+from fuyou.layout.model_layout import BufferCounts, KeyMemory, KindSizes, ModelLayout
 from fuyou.layout.record import Kind, Record
 from fuyou.optimizer.gradient_sum import squares_bytes
 from fuyou.schedule.batch import Batch, BatchShape
@@ -61,11 +61,21 @@ class MemoryPlan:
     head_columns: int  # Tokens of each row that go through the head at once
     wide_blocks: bool  # Whether blocks' gradients are summed in fp32, then rounded to bf16
     wide_non_block: bool  # Whether gradients outside the blocks are summed in fp32, too
+    wide_adapters: bool  # Whether those of other records next to them are
     workspace_bytes: int  # Estimated bytes that computing takes besides all buffers
     device_bytes: int
     host_bytes: int
     key_gradient_bytes: int = 0  # Bytes of the sums of one row's gradients of keys and values in a block
     resident: tuple[int, ...] = ()  # Records that live in host memory for the whole run, states included
+
+    def sums_wide(self, kind: Kind) -> bool:
+        """Return whether gradients of a kind are summed in fp32, then rounded to bf16."""
+        wide = {
+            Kind.BLOCK: self.wide_blocks,
+            Kind.NON_BLOCK: self.wide_non_block,
+            Kind.ADAPTER: self.wide_adapters,
+        }
+        return wide.get(kind, False)
 
     def batch_shape(self, batch: Batch) -> BatchShape:
         """Return ``batch``, which fits into this plan, as the schedule sees it."""
@@ -140,7 +150,6 @@ class MemoryCounter:
         several = batch.micro_batches > 1
         chunked = batch.chunks > 1
         hidden = layout.hidden_size or self._config.get_text_config().hidden_size
-        split = layout.precision.split
         plan = MemoryPlan(
             counts,
             batch,
@@ -152,11 +161,10 @@ class MemoryCounter:
             if chunked
             else 0,
             head_columns=columns,
-            wide_blocks=split and several and bool(layout.sizes[Kind.BLOCK].trained_elements),
+            wide_blocks=several and layout.sizes[Kind.BLOCK].splits,
             # Two contributions (head and tied embedding) need no more: their sum is rounded once either way.
-            wide_non_block=split
-            and (several or columns < batch.columns)
-            and bool(layout.sizes[Kind.NON_BLOCK].trained_elements),
+            wide_non_block=(several or columns < batch.columns) and layout.sizes[Kind.NON_BLOCK].splits,
+            wide_adapters=(several or columns < batch.columns) and layout.sizes[Kind.ADAPTER].splits,
             workspace_bytes=self._workspace.nbytes(batch, columns),
             device_bytes=0,
             host_bytes=0,
@@ -176,16 +184,14 @@ class MemoryCounter:
         width = layout.precision.parameter_bytes
         passing = batch.rows * batch.loss.passes
         images = layout.image_memory if layout.images else NO_IMAGES
-        gradients = {
-            Kind.BLOCK: _gradient_bytes(counts.device_block_gradients, width, plan.wide_blocks),
-            Kind.NON_BLOCK: _gradient_bytes(counts.device_non_block_gradients, width, plan.wide_non_block),
-        }
         return (
             sum(counts.device(kind) * layout.sizes[kind].device_nbytes for kind in Kind)
-            + sum(layout.sizes[kind].trained_elements * nbytes for kind, nbytes in gradients.items())
+            + sum(
+                _gradient_bytes(counts.device_gradients(kind), layout.sizes[kind], plan.sums_wide(kind))
+                for kind in Kind
+            )
             + layout.decoded_nbytes
             + (DECODING_BYTES * (1 if self._cpu else ROWS_ON_ACCELERATORS) if layout.decoded_nbytes else 0)
-            + counts.device_adapter_gradients * layout.sizes[Kind.ADAPTER].device_gradient_nbytes
             + counts.device_activations * plan.activation_bytes
             + counts.device_saved * plan.saved_bytes
             + passing * self._passed_bytes(batch)
@@ -264,8 +270,7 @@ class MemoryCounter:
         )
 
 
-def _gradient_bytes(buffers: int, width: int, wide: bool) -> int:
-    """Return the device bytes per element of the largest gradient: one buffer shares the fp32 sum's memory."""
-    if not wide:
-        return buffers * width
-    return 4 if buffers == 1 else 4 + buffers * width
+def _gradient_bytes(buffers: int, sizes: KindSizes, wide: bool) -> int:
+    """Return the device bytes of the gradients of a kind: one buffer shares the fp32 sum's memory."""
+    total = 4 * sizes.trained_elements if wide else 0
+    return total + (0 if wide and buffers == 1 else buffers * sizes.device_gradient_nbytes)

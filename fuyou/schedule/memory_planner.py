@@ -26,7 +26,8 @@ class MemoryPlanner:
 
     Args:
         host_limit: bytes of host memory; on a CPU this includes the device's.
-        deferred: number of records whose gradients wait on the host for the next forward pass, if there is room.
+        deferred: number of records of a kind whose gradients wait on the host for the next forward pass, if there is
+            room.
         speculative: whether all other gradients stay until the step has ended, in memory left when all parameters
             are in host memory: that saves writing them, which is half of what a parameter saves.
         host_cache: maximum bytes of host memory that only save reading and writing; None for all that is left.
@@ -342,7 +343,8 @@ class _Filler:
         plan = self.plan(counts)
         states = sum(self.planner.layout.records[index].state_nbytes for index in resident)
         if self.counter.adapters_in_memory(counts):
-            resident += tuple(record.index for record in self.planner.layout.of_kind(Kind.ADAPTER))
+            adapters = self.planner.layout.of_kind(Kind.ADAPTER)
+            resident += tuple(record.index for record in adapters if record.trainable)
         return replace(plan, resident=resident, host_bytes=plan.host_bytes + states)
 
     def _add_all_gradients(self, counts: BufferCounts, room: int) -> tuple[BufferCounts, int]:

@@ -70,7 +70,7 @@ class PassPosition:
         block: buffers that hold what is needed soonest (Belady, 1966) give it up for them. This is the reuse distance
         of Mattson et al. (1970), which is the same in such an order.
         """
-        if self.visits[self._position].trained == record.index:
+        if record.index in self.visits[self._position].trained:
             return True
         others: set[int] = set()
         following = chain(range(self._position + 1, len(self.visits)), range(self._position + 1))

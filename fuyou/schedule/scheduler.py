@@ -198,12 +198,13 @@ class Scheduler:
         places = [self._parameters.on_device(record) for record in records]
         buffers = {record.index: buffer for record, (buffer, _) in zip(records, places, strict=True)}
         ready = [upload for _, upload in places]
-        gradient: int | None = None
-        accumulates = False  # whether an earlier visit has begun the gradient
-        trained = None if visit.trained is None else self.layout.records[visit.trained]
-        if trained is not None:
-            gradient, accumulates, leaving = self._gradient_buffer(trained)
+        gradients: dict[int, int] = {}
+        first = set()  # records whose gradients no earlier visit has begun
+        for index in visit.trained:
+            gradients[index], accumulates, leaving = self._gradient_buffer(self.layout.records[index])
             ready += leaving
+            if not accumulates:
+                first.add(index)
         flops = visit_flops(self.layout, visit, self._batch.tokens, self._recomputation)
         micros = self._batch.micro_batches_of(visit)
         compute: ComputeTask | None = None
@@ -218,9 +219,9 @@ class Scheduler:
                 visit=visit,
                 micro=micro,
                 places=buffers,
-                gradient=gradient,
+                gradients=gradients,
                 begins=micro == micros[0],
-                first=trained is not None and micro == micros[0] and not accumulates,
+                first=frozenset(first if micro == micros[0] else ()),
                 last=micro == micros[-1],
             )
             self._move_activations(compute, train)
@@ -229,9 +230,10 @@ class Scheduler:
         for record in records:
             self._parameters.use_on_device(record, buffers[record.index], compute)
         self._parameters.end_visit()
-        if trained is not None and gradient is not None:
-            self._device_gradients[trained.kind].fill(gradient, trained.index, compute)
-            if visit.completes:
+        for index, gradient in gradients.items():
+            trained = self.layout.records[index]
+            self._device_gradients[trained.kind].fill(gradient, index, compute)
+            if index in visit.completes:
                 self._finish_gradient(trained, gradient, compute)
 
     def _move_activations(self, compute: ComputeTask, train: bool) -> None:

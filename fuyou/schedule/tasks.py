@@ -108,7 +108,7 @@ class Task:
     # Index of the buffer slot (or, on SSD, of the file slot or extent) that it takes from
     source: int | None = None
     target: int | None = None  # Index of the slot that it writes to; None for an update that is not written
-    gradient: int | None = None  # Gradient slot of an update, or of the compute task that accumulates into it
+    gradient: int | None = None  # Gradient slot of an update
     activation: Activation = Activation.HIDDEN  # Kind of activation that it moves
     # Written while running:
     done: bool = False
@@ -133,7 +133,8 @@ class ComputeTask(Task):
     output: int | None = None  # Device activation slot that it writes; None if nothing wants its result
     saved: int | None = None  # Device slot of saved activations, written forward and read backward
     begins: bool = True  # Whether it is the first micro-batch of its visit
-    first: bool = False  # Whether it is the first micro-batch that adds to its gradient
+    gradients: dict[int, int] = field(default_factory=dict)  # Device buffer of each gradient that it adds to
+    first: frozenset[int] = frozenset()  # Records whose gradients it is the first to add to
     last: bool = False  # Whether it is the last micro-batch of its visit
 
 
@@ -187,7 +188,7 @@ def visit_flops(layout: ModelLayout, visit: Visit, tokens: float, recomputation:
     if not visit.ends:  # adapters count once in each pass
         records = [record for record in records if record.kind is not Kind.ADAPTER]
     parameters = sum(record.active_count for record in records)
-    trained = sum(record.active_count for record in records if record.index == visit.trained)
+    trained = sum(record.active_count for record in records if record.index in visit.trained)
     forward = 1.0 if visit.phase in (Phase.BLOCK_FORWARD, Phase.HEAD_EVAL, Phase.HEAD) else 0.0
     if visit.phase is Phase.BLOCK_BACKWARD:
         forward = recomputation.fraction(known(visit.layer)) if part is None else float(part.recomputes)

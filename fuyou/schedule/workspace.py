@@ -50,7 +50,7 @@ class Workspace:
         images = layout.image_memory if layout.images else NO_IMAGES
         # Gradients that are not in their record's sum yet: of one parameter, twice.
         block = self._block(batch)
-        gradients = 2 * layout.sizes[Kind.BLOCK].trained_parameter * width
+        gradients = 2 * layout.sizes[Kind.BLOCK].trained_parameter_nbytes
         past = self._past(batch) if batch.chunks > 1 else 0
         if past:
             # A feed-forward network is not there while a block attends, and in its backward pass has gradients
@@ -75,7 +75,7 @@ class Workspace:
         logits += tokens * batch.loss.outputs * 2 * 4
         # An outer gradient is made, transposed or summed on the way, and added to the flat buffer: measured on a CPU,
         # three times its size at once.
-        head = logits + 3 * layout.sizes[Kind.NON_BLOCK].trained_parameter * width
+        head = logits + 3 * layout.sizes[Kind.NON_BLOCK].trained_parameter_nbytes
         return (
             head + tokens * layout.non_block_adapter_memory.per_token + layout.non_block_adapter_memory.fixed
         )

@@ -171,8 +171,8 @@ class StepComputation:
                 self._block_backward(task, known(task.visit.layer))
             case Phase.EMBED_BACKWARD:
                 self._embed_backward(task)
-        if task.last and task.gradient is not None:
-            self.parameters.finish_gradient(task)
+        if task.last:
+            self.parameters.finish_gradients(task)
 
     # -- visits ---------------------------------------------------------------------------------------------------
 
@@ -281,8 +281,7 @@ class StepComputation:
     @torch.enable_grad()
     def _piece_backward(self, task: ComputeTask, layer: int) -> None:
         calls = self._call(task.micro)
-        if task.first:
-            self.parameters.open_sum(task)
+        self.parameters.open_sums(task)
         if task.visit.begins:
             shape = self._hidden_shape(task.micro)
             hidden = self._activation(task.inputs[0], shape).clone().requires_grad_(task.visit.passes_on)

@@ -8,7 +8,7 @@ from fuyou.layout.record import Kind, Record
 from fuyou.model.streamed_model import StreamedModel
 from fuyou.optimizer.gradient_sum import GradientSum, round_in_place, sum_of_squares
 from fuyou.runtime.data_plane.buffers import Buffers
-from fuyou.schedule.tasks import ComputeTask, known
+from fuyou.schedule.tasks import ComputeTask
 
 
 class TaskParameters:
@@ -50,18 +50,22 @@ class TaskParameters:
                 name: torch.nn.Parameter(view, requires_grad=name in trained) for name, view in views.items()
             }
             if trained:
-                if task.first and record.index not in self._sums:
-                    self.open_sum(task)
+                if record.index in task.first and record.index not in self._sums:
+                    self._open_sum(record, task)
                 self._sums[record.index].attach({name: parameters[name] for name in trained})
             for slot in record.parameters:
                 leaf = parameters[slot.name].to(self._stack.dtype_of(slot.name))
                 leaves.update(dict.fromkeys(slot.names, leaf))
         return leaves
 
-    def open_sum(self, task: ComputeTask) -> None:
-        """Begin the gradient that ``task`` is the first to add to."""
-        record = self._buffers.layout.records[known(task.visit.trained)]
-        self._sums[record.index] = GradientSum(record, self._sum_buffer(record, known(task.gradient)))
+    def open_sums(self, task: ComputeTask) -> None:
+        """Begin the gradients that ``task`` is the first to add to."""
+        for index in task.first:
+            self._open_sum(self._buffers.layout.records[index], task)
+
+    def _open_sum(self, record: Record, task: ComputeTask) -> None:
+        buffer = self._sum_buffer(record, task.gradients[record.index])
+        self._sums[record.index] = GradientSum(record, buffer)
 
     def views(
         self, task: ComputeTask, kind: Kind | None = None
@@ -90,20 +94,20 @@ class TaskParameters:
 
     def _sum_buffer(self, record: Record, buffer: int) -> torch.Tensor:
         wide = self._buffers.wide.get(record.kind)
-        if wide is not None:
+        if wide is not None and record.precision.split:
             return wide.values(0, record.numel, torch.float32)
         return self._buffers.gradients[record.kind].values(buffer, record.numel, record.precision.dtype)
 
-    def finish_gradient(self, task: ComputeTask) -> None:
-        """Round and square the gradient of a record, which is complete unless the embedding will add to it."""
-        if not task.visit.completes:
-            return
-        record = self._buffers.layout.records[known(task.visit.trained)]
+    def finish_gradients(self, task: ComputeTask) -> None:
+        """Round and square the gradients that are complete: of a tied embedding, the head's is not."""
+        for index in task.visit.completes:
+            self._finish_gradient(self._buffers.layout.records[index], task.gradients[index])
+
+    def _finish_gradient(self, record: Record, buffer: int) -> None:
         total = self._sums.pop(record.index)
         total.finish()
-        rounded = self._buffers.gradients[record.kind].values(
-            known(task.gradient), record.numel, record.precision.dtype
-        )
+        gradients = self._buffers.gradients[record.kind]
+        rounded = gradients.values(buffer, record.numel, record.precision.dtype)
         if rounded.data_ptr() != total.flat.data_ptr():
             rounded.copy_(total.flat)
         elif rounded.dtype != total.flat.dtype:

@@ -63,8 +63,8 @@ class Buffers:
         # fp32 sums of gradients that several micro-batches (or visits) contribute to
         self.wide = {
             kind: DeviceBuffers(device, layout.sizes[kind].trained_elements * 4, 1)
-            for kind, is_needed in ((Kind.BLOCK, plan.wide_blocks), (Kind.NON_BLOCK, plan.wide_non_block))
-            if is_needed
+            for kind in Kind
+            if plan.sums_wide(kind)
         }
         # Where there is but one gradient buffer, the sum is rounded in place: the next one waits for its download.
         self.gradients = {
