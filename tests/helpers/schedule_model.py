@@ -113,10 +113,10 @@ class Program:
                 ]
                 reads += [("device activation", index) for index in task.inputs]
                 writes = [("device activation", task.output)] if task.output is not None else []
-                if task.gradient is not None:
-                    writes.append(
-                        ("device gradient", self.layout.records[task.visit.trained].kind, task.gradient)
-                    )
+                writes += [
+                    ("device gradient", self.layout.records[trained].kind, buffer)
+                    for trained, buffer in task.gradients.items()
+                ]
                 if task.saved is not None:
                     forward = task.visit.phase is Phase.BLOCK_FORWARD
                     (writes if forward else reads).append(("device kept", task.saved))
@@ -338,7 +338,12 @@ class Machine:
                     return self._kept(task)
                 mine = [(task.visit.phase, task.micro)]
                 held = self.content.get(place)
-                return (task.visit.trained, task.step, mine if task.first else [*held[2], *mine])  # type: ignore[index]
+                trained = next(
+                    index
+                    for index, buffer in task.gradients.items()
+                    if place == ("device gradient", self.layout.records[index].kind, buffer)
+                )
+                return (trained, task.step, mine if trained in task.first else [*held[2], *mine])  # type: ignore[index]
             case Op.UPDATE:
                 updated = (task.record, "void" if self.program.is_void(task) else task.step)
                 incomplete = place[0] == "host parameters" and self.layout.share.nodes > 1
@@ -393,7 +398,8 @@ class Machine:
         if micro not in self._contributions:
             parts = self._contributions[micro] = defaultdict(list)
             for one in computations(self.layout, micro, train=True):
-                parts[one.adds_to].append((one.phase, one.micro))
+                for adds_to in one.adds_to:
+                    parts[adds_to].append((one.phase, one.micro))
         return record, step, self._contributions[micro][record]
 
     def _sums(self) -> list[Op]:
@@ -426,19 +432,16 @@ class Machine:
                 assert (task.saved is not None) == (keeps and task.visit.phase in passes)
                 if task.saved is not None and task.visit.phase is Phase.BLOCK_BACKWARD:
                     self._expect(task, ("device kept", task.saved), self._kept(task))
-                assert (task.gradient is not None) == (task.visit.trained is not None)
-                if task.gradient is not None and not task.first:
-                    record = task.visit.trained
-                    complete = self._gradient(record, task.step)[2]  # type: ignore[arg-type]
-                    _, _, part = self.content[
-                        "device gradient", self.layout.records[record].kind, task.gradient
-                    ]
+                assert tuple(task.gradients) == task.visit.trained
+                for trained in set(task.gradients) - task.first:
+                    complete = self._gradient(trained, task.step)[2]
+                    place = ("device gradient", self.layout.records[trained].kind, task.gradients[trained])
+                    _, _, part = self.content[place]
                     assert part == complete[: len(part)] and complete[len(part)] == (
                         task.visit.phase,
                         task.micro,
                     )
-                    place = ("device gradient", self.layout.records[record].kind, task.gradient)
-                    self._expect(task, place, (record, task.step, part))
+                    self._expect(task, place, (trained, task.step, part))
             case Op.UPDATE:
                 self._expect(task, ("host parameters", buffers, task.source), (record, task.step - 1))
                 gradient = (*self._gradient(record, task.step), *self._sums())
@@ -485,7 +488,7 @@ def build(
     slot: int = 0, precision: Precision = BF16, resident: int = 0,
     saving_layers: Collection[int] = (), frozen: bool = False, cuts: Mapping[int, Cut] | None = None,
     share: Share = ALONE, speculate: bool = False, own: Collection[int] = (),
-    reference: bool = False, together: int | None = None, direct_reads: bool = False,
+    reference: bool = False, together: int | None = None, direct_reads: bool = False, islands: bool = False,
 ) -> Program:  # fmt: skip
     """Ask a scheduler for ``script``: (``train`` | ``eval`` | ``flush``, micro-batches, commit), as an engine does.
 
@@ -495,11 +498,13 @@ def build(
 
     ``defer`` is the deferred fraction of the blocks; 1 defers all records. ``resident`` is how many records live in
     host memory, of which ``counts`` then get as many parameter buffers as there are; ``saving_layers`` are those that
-    save more than their input. ``frozen``, ``cuts``: see :func:`step_layout`; if frozen, all adapters live in host
-    memory, or none. ``share``: of the rank.
+    save more than their input. ``frozen``, ``cuts``, ``islands``: see :func:`step_layout`; if frozen, all adapters live
+    in host memory, or none. ``share``: of the rank.
     """
-    layout = step_layout(layers, tied, precision, frozen, cuts).shared(share)
+    layout = step_layout(layers, tied, precision, frozen, cuts, islands).shared(share)
     kept = frozenset(record.index for record in layout.records[:resident] if record.trainable)
+    if layout.embedding_adapter is not None:  # whose gradient stays while blocks have theirs
+        counts = replace(counts, device_adapter_gradients=2)
     if frozen:
         kept = frozenset(layout.trainable if resident else ())
         counts = replace(
@@ -510,6 +515,7 @@ def build(
             counts,
             host_blocks=max(len(layout.of_kind(Kind.BLOCK)), counts.host_blocks),
             host_non_block=max(2, counts.host_non_block),
+            host_adapters=max(len(layout.of_kind(Kind.ADAPTER)), counts.host_adapters),
         )
     scheduler = Scheduler(
         layout, counts, slot=slot, deferred=interleaved(layout, defer),

@@ -34,10 +34,12 @@ def step_layout(
     precision: Precision = BF16,
     frozen: bool = False,
     cuts: Mapping[int, Cut] | None = None,
+    islands: bool = False,
 ) -> ModelLayout:
     """Records of a small stack; outer ones are larger, and every record has its own size.
 
     ``frozen``: all of these are, and there are adapters for the head and for every block but the first of several.
+    ``islands``: there are such records next to trained ones, too, of tied outer records for both of their visits.
     ``cuts``: the blocks that are in pieces, each with its own size.
     """
     cuts = {} if cuts is None else cuts
@@ -72,7 +74,7 @@ def step_layout(
             )
         )
     blocks = tuple((index,) for index in range(len(outer), len(records)))
-    if not frozen:
+    if not frozen and not islands:
         return _in_pieces(ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision), cuts)
     adapted = [layer for layer in range(layers) if layer or layers == 1]
     for name in ("head", *(f"block {layer}" for layer in adapted)):
@@ -85,7 +87,8 @@ def step_layout(
         )  # fmt: skip
     head = blocks[-1][0] + 1
     adapters = tuple(head + 1 + adapted.index(layer) if layer in adapted else None for layer in range(layers))
-    layout = ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, None, head)
+    embedding = head if islands and tied and not frozen else None
+    layout = ModelLayout(tuple(records), 0, len(outer) - 1, blocks, precision, adapters, embedding, head)
     return _in_pieces(layout, cuts)
 
 
@@ -173,8 +176,8 @@ class Computation:
     """Whether it takes the input of its pass."""
     ends: bool
     """Whether it makes the output of its pass."""
-    adds_to: int | None
-    """Record whose gradient it adds to; None if it adds to none."""
+    adds_to: tuple[int, ...] = ()
+    """Records whose gradients it adds to."""
 
 
 def computations(
@@ -187,8 +190,12 @@ def computations(
     """
     layers, trained = len(layout.blocks), frozenset(layout.trainable)
     forward = range(micro * (2 if reference else 1))
+
+    def trained_of(*records: int | None) -> tuple[int, ...]:
+        return tuple(index for index in records if index in trained)
+
     for m in forward:
-        yield Computation(Phase.EMBED_FORWARD, None, layout.embedding, m, True, True, None)
+        yield Computation(Phase.EMBED_FORWARD, None, layout.embedding, m, True, True)
     for layer, records in enumerate(layout.blocks):
         pieces = layout.orders[layer].forward if len(records) > 1 else (0,)
         size = together if together and len(pieces) > 1 else len(forward)
@@ -196,20 +203,20 @@ def computations(
             for place, piece in enumerate(pieces):
                 for m in group:
                     ends = place == len(pieces) - 1
-                    yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends, None)
-    head = layout.head if layout.head in trained else layout.head_adapter
+                    yield Computation(Phase.BLOCK_FORWARD, layer, records[piece], m, not place, ends)
     for m in forward if own_loss or not train else ():
-        yield Computation(Phase.HEAD_EVAL, layers, layout.head, m, True, True, None)
+        yield Computation(Phase.HEAD_EVAL, layers, layout.head, m, True, True)
     if not train:
         return
     for m in range(micro):
-        yield Computation(Phase.HEAD, layers, layout.head, m, True, True, head)
+        yield Computation(Phase.HEAD, layers, layout.head, m, True, True, trained_of(layout.head, layout.head_adapter))
     last = 0 if layout.embedding in trained else min(_trained_layers(layout), default=layers)
     for layer in reversed(range(last, layers)):
         yield from _block_backward(layout, layer, micro)
     if layout.embedding in trained:
+        adds_to = trained_of(layout.embedding, layout.embedding_adapter)
         for m in range(micro):
-            yield Computation(Phase.EMBED_BACKWARD, None, layout.embedding, m, True, True, layout.embedding)
+            yield Computation(Phase.EMBED_BACKWARD, None, layout.embedding, m, True, True, adds_to)
 
 
 def _trained_layers(layout: ModelLayout) -> list[int]:
@@ -226,8 +233,8 @@ def _block_backward(layout: ModelLayout, layer: int, micro: int) -> Iterator[Com
     def computation(place: int, m: int) -> Computation:
         record, ends = records[stages[place].piece], place == len(stages) - 1
         begun = any(stage.trains for stage in stages[: place + 1] if stage.piece == stages[place].piece)
-        adds_to = record if record in trained and begun else adapter
-        return Computation(Phase.BLOCK_BACKWARD, layer, record, m, not place, ends, adds_to)
+        adds_to = [record] * (record in trained and begun) + [adapter] * (adapter is not None)
+        return Computation(Phase.BLOCK_BACKWARD, layer, record, m, not place, ends, tuple(adds_to))
 
     if trained & set(records):  # the gradient of each piece is complete before that of the next begins
         yield from (computation(place, m) for place in range(len(stages)) for m in range(micro))

@@ -68,8 +68,8 @@ def test_chunks_attend_at_the_rates_of_attention_whatever_is_adapted(targets):
 @pytest.mark.parametrize(("phase", "host"), [(Phase.BLOCK_FORWARD, 0.002), (Phase.BLOCK_BACKWARD, 0.006)])
 def test_a_visit_takes_at_least_the_hosts_work(phase, host):
     rates = TaskRates(1e12, 1, 1, 1, 1, 1, host_seconds=(0.002, 0.006))
-    visit = SimpleNamespace(phase=phase, part=None, completes=False)
-    task = SimpleNamespace(visit=visit, flops=1e6, tokens=1, last=False, gradient=None)
+    visit = SimpleNamespace(phase=phase, part=None, completes=())
+    task = SimpleNamespace(visit=visit, flops=1e6, tokens=1, last=False)
     assert rates.compute_seconds(task) == host
     task.flops = 1e12
     assert rates.compute_seconds(task) == pytest.approx(1.0)

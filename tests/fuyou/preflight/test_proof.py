@@ -30,6 +30,7 @@ import fuyou
 from common.errors import UserError
 from common.files import CACHE_VARIABLE
 from common.models.adapters.options import AdapterOptions
+from fuyou.layout.record import Record
 from fuyou.preflight import proof
 from fuyou.runtime.compute.task_parameters import TaskParameters
 
@@ -185,15 +186,15 @@ def test_noise_of_routers_is_no_difference_of_packed_rows() -> None:
 
 @pytest.mark.parametrize("wanted", [1, 5, 9, 14])  # in each of the three steps
 def test_every_difference_is_seen(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, seen = TaskParameters.finish_gradient, []
+    finish, seen = TaskParameters._finish_gradient, []
 
-    def disturbed(self: TaskParameters, task: Any) -> None:
-        seen.append(task)
+    def disturbed(self: TaskParameters, record: Record, buffer: int) -> None:
+        seen.append(record)
         if len(seen) == wanted:
-            self._sums[task.visit.trained].flat[:4096] += 1e-3
-        finish(self, task)
+            self._sums[record.index].flat[:4096] += 1e-3
+        finish(self, record, buffer)
 
-    monkeypatch.setattr(TaskParameters, "finish_gradient", disturbed)
+    monkeypatch.setattr(TaskParameters, "_finish_gradient", disturbed)
     with pytest.raises(UserError, match=r"gradient of (lm_head|model)"):
         fuyou.prove(LlamaConfig())
 

@@ -112,6 +112,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
         "cuts": cuts, "share": ALONE if speculate else draw(st.sampled_from(SHARES)),
         "own": draw(st.sets(st.integers(0, 4))), "reference": reference and not cuts,
         "together": draw(st.sampled_from([None, 1, 2])), "direct_reads": draw(st.booleans()),
+        "islands": draw(st.booleans()),
     }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def test_every_step_computes_and_updates_everything_once(scenario: dict[str, Any
                     if isinstance(one, ComputeTask) and one.visit == task.visit
                 )
                 assert task.last == (task.micro == most)
-                assert (task.gradient is not None) == (task.visit.trained is not None)
+                assert tuple(task.gradients) == task.visit.trained
     for kind, micro, steps in program.lists:
         if kind == "eval":
             assert computed(steps.tasks) == expected(layout, "eval", micro, steps, scenario["together"])
