@@ -109,7 +109,7 @@ class ClusterModel:
             # FSDP2 casts all that it gathers to one dtype
             raise UserError(
                 f"This family keeps {names[0]} in fp32, which ranks in memory would round: give --dtype fp32, or --ssd "
-                "with --lora-rank to train adapters out of core."
+                "to train it out of core."
             )
         router_loss = find_router_loss(meta, options.router_loss)
         stack = StreamedModel(meta, torch.device("cpu"))

@@ -85,7 +85,7 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 
 def _adapters(job: TrainingJob) -> Iterator[ParameterSlot]:
-    for record in job.layout.of_kind(Kind.ADAPTER):
+    for record in job.layout.adapters:
         yield from (slot for slot in record.parameters if slot.trained)
 
 

@@ -28,7 +28,7 @@ def describe(result: Plan) -> list[str]:
     machine = result.machine
     share = result.job.layout.share
     several = f"{machine.drive_count} x " if machine.drive_count > 1 else ""
-    adapters = sum(record.trained_count for record in job.layout.of_kind(Kind.ADAPTER))
+    adapters = sum(record.trained_count for record in job.layout.adapters)
     trained = f", {format_count(adapters)} of them in adapters" if adapters else ""
     among = f"{share.nodes} nodes of " if share.nodes > 1 else ""
     among += f"{share.ranks_per_node} x " if share.ranks_per_node > 1 else ""

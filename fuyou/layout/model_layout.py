@@ -275,6 +275,18 @@ class ModelLayout:
         return tuple(result)
 
     @property
+    def adapters(self) -> tuple[Record, ...]:
+        """Return the records of what is trained next to frozen parameters, without those of another dtype."""
+        outer = ((self.embedding,), self.embedding_adapter), ((self.head,), self.head_adapter)
+        pairs = chain(outer, zip(self.blocks, self.block_adapters, strict=False))
+        next_to_frozen = {
+            adapter
+            for records, adapter in pairs
+            if adapter is not None and not any(index in self.trainable for index in records)
+        }
+        return tuple(self.records[index] for index in sorted(next_to_frozen))
+
+    @property
     def largest_block(self) -> int:
         return max(range(len(self.blocks)), key=self.block_parameters)
 

@@ -10,7 +10,8 @@ one, written once when the store is created, and an *adapter record* of all trai
 these are adapters.
 
 Some families keep a few parameters in fp32 for any dtype of the rest (``_keep_in_fp32_modules_strict``). Where these
-are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16.
+are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16. Where they are trained, they are in an
+adapter record in fp32, next to a trained record in bf16.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ class Kind(Enum):
 
     BLOCK = "block"  # Parameters of a block: all of them, or those that are frozen
     NON_BLOCK = "outer"  # Parameters outside the blocks; may be many times larger than a block
-    # Trained parameters of a block, the embeddings or the head whose other parameters are frozen
+    # Trained parameters of a block, the embeddings or the head whose other parameters are frozen, or have another dtype
     ADAPTER = "adapter"
     TOWER = "tower"  # Frozen parameters of towers (image encoders), which stay on the device
 

@@ -62,9 +62,7 @@ class TaskRates:
             return max(task.flops / self.flops_per_second, host[0])
         if task.visit.phase is not Phase.BLOCK_BACKWARD:
             return task.flops / (self.head_flops_per_second or self.flops_per_second)
-        finishes = task.last and (
-            task.visit.part is None or bool(task.visit.completes)
-        )
+        finishes = task.last and (task.visit.part is None or bool(task.visit.completes))
         finish = self.finish_seconds if finishes else 0.0
         return max(task.flops / (self.backward_flops_per_second or self.flops_per_second), host[1]) + finish
 

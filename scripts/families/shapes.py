@@ -47,7 +47,7 @@ class ShapePlan:
     way: str  # One of :data:`WAYS`
     parameters: int = 0
     reason: str = ""  # Why it is refused, if it is
-    fp32: bool = False  # Whether in fp32, as bf16 is refused for parameters that the family keeps in fp32
+    fp32: bool = False  # Whether in fp32, as bf16 is refused for hidden states that the family keeps in fp32
     crashed: bool = False  # Whether it ended in another error than a refusal, or took too much time or memory
     seconds: float = 0.0  # That the plan took
 

@@ -209,7 +209,9 @@ def computations(
     if not train:
         return
     for m in range(micro):
-        yield Computation(Phase.HEAD, layers, layout.head, m, True, True, trained_of(layout.head, layout.head_adapter))
+        yield Computation(
+            Phase.HEAD, layers, layout.head, m, True, True, trained_of(layout.head, layout.head_adapter)
+        )
     last = 0 if layout.embedding in trained else min(_trained_layers(layout), default=layers)
     for layer in reversed(range(last, layers)):
         yield from _block_backward(layout, layer, micro)

@@ -1,5 +1,6 @@
 """Parameters that a family keeps in fp32 are fp32 in a model of bf16, to the bit, wherever they lie."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,19 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from common.errors import UserError
+import fuyou
 from common.models.miniature import miniature
 from common.models.structure import fp32_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
+from fuyou.layout.model_layout import interleaved
 from fuyou.layout.record import Kind, Precision, Record
 from fuyou.planner import describe_training
 from tests.helpers.adapters import InMemory, compare, train
-from tests.helpers.engines import batches, directories
+from tests.helpers.engines import OPTIONS, batches, directories
+from tests.helpers.engines import compare as compare_masters
 from tests.helpers.engines import engine as plain_engine
 from tests.helpers.models.families import saved
+from tests.helpers.twin import Twin
 
 # Norms, sinks, and hyper-connections; the head as well; decays that are built in fp32 and named nowhere.
 FAMILIES = ("deepseek_v4", "hy_v4", "olmo_hybrid")
@@ -96,11 +100,110 @@ def test_frozen_matrices_in_fewer_bits_leave_them_as_they_are(
             assert torch.equal(stored[name], real.get_parameter(name)), name
 
 
-def test_all_weights_are_refused_in_bf16(family: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"keeps .* in fp32, .* train adapters .*, or all weights with .*fp32"
-    ):
-        plain_engine(checkpoint, directories(tmp_path, 1), "bf16")
+def small(folder: Path, family: str, **changes: Any) -> Path:
+    """A checkpoint of a small model of the family."""
+    config = miniature(CONFIG_MAPPING[family]())
+    for name, value in {"vocab_size": 256, **changes}.items():
+        setattr(config, name, value)
+    return saved(folder / family, config)
+
+
+def twin_of(checkpoint: Path, clip: float | None = None, optimizer: str = "adamw") -> Twin:
+    return Twin(str(checkpoint), bf16=True, max_grad_norm=clip, optimizer=optimizer, **OPTIONS)
+
+
+def step_both(trained: fuyou.Engine, twin: Twin, feed: list[dict[str, torch.Tensor]], micro: int) -> None:
+    for batch in feed:
+        out = trained(**batch)
+        out.loss.backward()
+        report = trained.step()
+        assert out.loss.item() == twin.step(batch, micro)
+        assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("ernie4_5_moe", {"max_grad_norm": 0.05}),
+        ("hy_v4", {"micro_batch": 2}),
+        ("ernie4_5_moe", {"piece_size": "16KiB", "micro_batch": 2}),
+        pytest.param("deepseek_v4", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "deepseek_v4",
+            {"host_cache": None, "host_memory": "2GiB", "micro_batch": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("hy_v4", {"piece_size": "16KiB", "deferred_fraction": 0.5}, marks=pytest.mark.slow),
+        pytest.param("hy_v4", {"optimizer": "adamw8bit"}, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, {"micro_batch": 2}, marks=pytest.mark.slow)
+            for family in ("bailing_hybrid", "beam", "flint", "inkling_text", "olmo_hybrid")
+        ),
+    ],
+)
+def test_all_weights_train_as_in_memory(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Two steps, a resume, two more; what is exported is loaded with the same numbers in the same dtypes."""
+    checkpoint, feed, ssd = small(tmp_path, family), batches(4, packed=False), directories(tmp_path, 2)
+    twin = twin_of(checkpoint, options.get("max_grad_norm"), options.get("optimizer", "adamw"))
+    options = {"micro_batch": 4, **options}
+    with plain_engine(checkpoint, ssd, "bf16", **options) as trained:
+        step_both(trained, twin, feed[:2], options["micro_batch"])
+    with plain_engine(checkpoint, ssd, "bf16", resume=True, **options) as trained:
+        step_both(trained, twin, feed[2:], options["micro_batch"])
+        compare_masters(trained, twin)
+        assert trained.io_bytes() == trained.planned_io_bytes()
+        trained.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert fp32_parameters(again)
+    for name, value in twin.model.named_parameters():
+        assert again.get_parameter(name).dtype == value.dtype and torch.equal(
+            again.get_parameter(name), value
+        ), name
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v4"])
+def test_tied_embeddings_come_with_what_is_kept(family: str, tmp_path: Path) -> None:
+    """What embedding and head share is one record; DeepSeek-V4's has a second one in fp32 next to it."""
+    checkpoint, ssd = small(tmp_path, family, tie_word_embeddings=True), directories(tmp_path, 1)
+    twin = twin_of(checkpoint)
+    with plain_engine(checkpoint, ssd, "bf16", micro_batch=2) as trained:
+        step_both(trained, twin, batches(3, packed=False), 2)
+        compare_masters(trained, twin)
+
+
+@pytest.mark.parametrize("pieces", [{}, {"piece_size": "16KiB"}])
+def test_what_is_kept_and_frozen_stays_next_to_what_is_trained(
+    pieces: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint, ssd, twin = small(tmp_path, "ernie4_5_moe"), directories(tmp_path, 1), None
+    twin = twin_of(checkpoint)
+    kept = set(fp32_parameters(twin.model))
+    before = {name: twin.model.get_parameter(name).clone() for name in kept}
+    names = [name for name in twin.masters if name not in kept]
+    for name in kept:
+        del twin.masters[name], twin._parameters[name]
+        twin.model.get_parameter(name).requires_grad_(False)
+    with plain_engine(checkpoint, ssd, "bf16", micro_batch=2, trainable=names, **pieces) as trained:
+        step_both(trained, twin, batches(3, packed=False), 2)
+        for name, value in trained.named_parameters():
+            assert torch.equal(value, before.get(name, twin.masters.get(name))), name
+
+
+def test_records_hold_one_dtype_each(tmp_path: Path) -> None:
+    """Outside the blocks, the larger part is the main record: HY-V4's head is in fp32, its norm in bf16."""
+    layout = describe_training(small(tmp_path, "hy_v4"), 1, 32, precision=Precision(torch.bfloat16)).layout
+    head, norm = layout.records[layout.head], layout.records[layout.head_adapter]
+    assert (head.kind, head.precision.split, norm.kind, norm.precision.split) == (
+        Kind.NON_BLOCK, False, Kind.ADAPTER, True
+    )  # fmt: skip
+    assert "lm_head.weight" in head.trained_names and "model.norm.weight" in norm.trained_names
+    for (block,), adapter in zip(layout.blocks, layout.block_adapters, strict=True):
+        records = layout.records[block], layout.records[adapter]
+        assert [record.precision.split for record in records] == [True, False]
+        assert all(record.trainable for record in records)
+    assert not any(slot.wide for record in layout.records for slot in record.parameters)
+    chosen = interleaved(layout, 0.5)
+    assert sorted(len(chosen & {*pair}) for pair in layout.trainable_blocks) == [0, 0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("frozen", [FrozenDtype.PLAIN, FrozenDtype.INT8, FrozenDtype.NF4])
