@@ -9,7 +9,6 @@ from cli.plan.described import format_days
 from cli.report.results import RESOURCES
 from common.models.adapters.options import DENSE_LINEAR
 from common.units import format_bytes, format_count, format_seconds
-from fuyou.layout.record import Kind
 from fuyou.layout.record_parts import ParameterSlot
 from fuyou.planner import Plan, TrainingJob
 

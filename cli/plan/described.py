@@ -11,7 +11,6 @@ from cli.report.results import RESOURCES
 from common.files import replace_file
 from common.store.errors import described
 from common.units import counted, format_bytes, format_count, format_seconds
-from fuyou.layout.record import Kind
 from fuyou.optimizer.clipping import ClipBy
 from fuyou.planner import Plan, TrainingJob
 from fuyou.planner.plan import Point, what_relaxes

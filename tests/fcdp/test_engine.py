@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from common.errors import FinetuneError
 from common.files import CACHE_VARIABLE
 from common.models.adapters.options import ALL_LINEAR, AdapterOptions
+from common.models.miniature import miniature
 from common.store import load_manifest
 from fuyou.checkpoint.commits import Commits
 from fuyou.layout.record import PAGE_ELEMENTS
@@ -24,6 +25,7 @@ from tests.helpers.fcdp import engine_cases as cases
 from tests.helpers.fcdp.engine_cases import Run
 from tests.helpers.fcdp.pool import Pool
 from tests.helpers.fcdp.recorder import check_same_order
+from tests.helpers.models.families import saved
 from tests.helpers.models.gguf_files import FAMILIES, FIELDS, write_gguf
 from tests.helpers.models.routed import RoutedConfig
 from tests.helpers.models.routers import config_of
@@ -104,6 +106,35 @@ def test_two_ranks_equal_one(
         )
     elif layout == (2, 1):
         check_bytes(ranks, alone)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [((2, 1), "ernie4_5_moe"), pytest.param((1, 2), "hy_v4", marks=pytest.mark.slow)]
+)
+def test_ranks_train_what_a_family_keeps_in_fp32(
+    layout: tuple[int, int], family: str, pool: Pool, tmp_path: Path
+) -> None:
+    config = miniature(CONFIG_MAPPING[family]())
+    config.vocab_size = 256
+    config.tie_word_embeddings = False  # whose sums over ranks have another order
+    checkpoint = str(saved(tmp_path / "model", config))
+    options = {"dtype": "bf16", "micro_batch": 2, "host_cache": 0}
+    run = Run(checkpoint, tmp_path / "alone", 3, packed=False, save=tmp_path / "saved", options=options)
+    alone = cases.train(None, run)
+    ranks = pool.run(layout, cases.train, replace(run, folder=tmp_path / "ranks", save=tmp_path / "together"))
+    for rank in ranks:
+        assert rank.losses == alone.losses
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
+        assert rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        for folder in ("saved", "together")
+    )
+    for name, value in first.named_parameters():
+        other = second.get_parameter(name)
+        assert other.dtype == value.dtype and torch.equal(other, value), name
 
 
 @pytest.mark.slow
