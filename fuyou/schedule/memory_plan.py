@@ -94,7 +94,7 @@ class MemoryPlan:
     def spills_gradients(self, layout: ModelLayout, held: Collection[int]) -> bool:
         """Return whether the gradients of all records in ``held``, which stay until the step has ended, exceed the
         host's buffers."""
-        passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 0}
+        passing = {Kind.BLOCK: 2, Kind.NON_BLOCK: 1, Kind.ADAPTER: 2}
         kinds = Counter(layout.records[index].kind for index in held)
         trained = Counter(layout.records[index].kind for index in layout.trainable)
         return any(

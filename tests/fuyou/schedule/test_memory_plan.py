@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.models.adapters.options import AdapterOptions
 from fuyou.layout.cutting import BYTES_PER_ELEMENT, filling_bytes, whole_elements
 from fuyou.layout.frozen_weights import FrozenDtype
-from fuyou.layout.model_layout import ModelLayout
+from fuyou.layout.model_layout import ModelLayout, interleaved
 from fuyou.layout.record import PAGE_ELEMENTS, Kind, Precision
 from fuyou.model.chunk_survey import chunk_survey
 from fuyou.pieces.division import in_pieces
@@ -21,6 +21,7 @@ from fuyou.planner import describe_training
 from fuyou.schedule.batch import Batch
 from fuyou.schedule.memory_plan import ADAM_SCRATCH_BYTES, MemoryPlan
 from fuyou.schedule.memory_planner import MemoryPlanner
+from fuyou.schedule.tasks import Op
 from tests.helpers.models.piece_models import PieceModel
 from tests.helpers.schedule_model import Machine, build, check_order
 from tests.helpers.step_layouts import BF16, step_layout
@@ -58,7 +59,7 @@ def needs(error: UserError) -> dict[str, int]:
 def situations(draw: st.DrawFn) -> dict:
     """A model, a batch, and limits around what they need."""
     return {
-        "layers": draw(st.integers(1, 6)), "tied": draw(st.booleans()),
+        "layers": draw(st.integers(1, 6)), "tied": draw(st.booleans()), "islands": draw(st.booleans()),
         "precision": draw(st.sampled_from([BF16, FP32])), "rows": draw(st.integers(1, 9)),
         "seq_len": draw(st.sampled_from([1, 7, 128, 1024])), "micro_rows": draw(st.none() | st.integers(1, 4)),
         "cpu": draw(st.booleans()), "hidden": draw(st.sampled_from([48, 1024])),
@@ -73,9 +74,15 @@ def saving_count(situation: dict) -> int:
     return min(situation["saving_layers"], situation["layers"])
 
 
+def layout_of(situation: dict) -> ModelLayout:
+    return step_layout(
+        situation["layers"], situation["tied"], situation["precision"], islands=situation["islands"]
+    )
+
+
 def plan_of(situation: dict, device: int | None = None, host: int | None = None) -> MemoryPlan:
     made = planner(
-        step_layout(situation["layers"], situation["tied"], situation["precision"]),
+        layout_of(situation),
         situation["device"] if device is None else device, situation["host"] if host is None else host,
         situation["cpu"], situation["hidden"], situation["vocabulary"], saving_count(situation), situation["kept"],
     )  # fmt: skip
@@ -125,35 +132,26 @@ def test_what_the_plan_allocates_is_what_it_counts(situation: dict) -> None:
     except UserError:
         assume(False)
         return
-    layout = step_layout(situation["layers"], situation["tied"], situation["precision"])
-    counts, width = plan.counts, layout.precision.parameter_bytes
-    largest = {
-        outer: max(r.numel for r in layout.records if (r.kind is Kind.NON_BLOCK) is outer)
-        for outer in (False, True)
-    }
-    device = (
-        counts.device_blocks * largest[False] * width
-        + counts.device_non_block * largest[True] * width
-        + counts.device_block_gradients
-        * largest[False]
-        * width
-        * (not plan.wide_blocks or counts.device_block_gradients > 1)
-        + counts.device_non_block_gradients
-        * largest[True]
-        * width
-        * (not plan.wide_non_block or counts.device_non_block_gradients > 1)
-        + counts.device_activations * plan.activation_bytes
-        + counts.device_saved * plan.saved_bytes
-        + 4 * (largest[False] * plan.wide_blocks + largest[True] * plan.wide_non_block)
-    )
+    layout, counts = layout_of(situation), plan.counts
+    device = counts.device_activations * plan.activation_bytes + counts.device_saved * plan.saved_bytes
     host = (
-        (counts.host_blocks + counts.host_block_gradients) * largest[False] * width
-        + (counts.host_non_block + counts.host_non_block_gradients) * largest[True] * width
-        + counts.host_activations * plan.activation_bytes
+        counts.host_activations * plan.activation_bytes
         + counts.host_saved * plan.saved_bytes
         + plan.ring_chunks * plan.chunk_elements * layout.precision.state_bytes
-        + sum(layout.records[index].numel for index in plan.resident) * layout.precision.state_bytes
     )
+    for kind in {record.kind for record in layout.records}:
+        elements, widths = zip(
+            *((r.numel, r.precision.parameter_bytes) for r in layout.of_kind(kind)), strict=True
+        )
+        largest = max(elements) * widths[0]
+        assert {*widths} == {widths[0]}
+        wide, gradients = plan.sums_wide(kind), counts.device_gradients(kind)
+        device += counts.device(kind) * largest + 4 * max(elements) * wide
+        device += gradients * largest * (not wide or gradients > 1)
+        host += (counts.host(kind) + counts.host_gradients(kind)) * largest
+    for index in plan.resident:
+        record = layout.records[index]
+        host += int(record.numel * record.precision.state_bytes)
     assert device + plan.workspace_bytes == plan.device_bytes
     host += sum(len(record.parameters) for record in layout.records) * (15 << 10)
     assert host + (116 << 20) + (plan.device_bytes if situation["cpu"] else 0) == plan.host_bytes
@@ -171,10 +169,14 @@ def test_every_plan_can_be_scheduled(situation: dict, defer: float) -> None:
     script = [("train", micro, True), ("eval", micro, True), ("train", micro, True), ("train", 1, True)]
     saving_layers = range(situation["layers"] - saving_count(situation), situation["layers"])
     program = build(
-        situation["layers"], situation["tied"], plan.counts, script, defer=defer, saving_layers=saving_layers
-    )
+        situation["layers"], situation["tied"], plan.counts, script, defer=defer, saving_layers=saving_layers,
+        islands=situation["islands"],
+    )  # fmt: skip
     check_order(program)
     Machine(program).run_in_order()
+    layout = program.layout
+    if any(task.op is Op.GRADIENT_WRITE for task in program.tasks):
+        assert plan.spills_gradients(layout, interleaved(layout, defer))
 
 
 @settings(max_examples=100)
