@@ -36,7 +36,10 @@ class Twin(DeviceTwin):
             Path(checkpoint), torch.bfloat16 if bf16 else torch.float32, device, max_grad_norm, options
         )
         if self._in_24_bits:
-            self.masters = {name: in_24_bits(master) for name, master in self.masters.items()}
+            self.masters = {
+                name: in_24_bits(master) if self._splits(name) else master
+                for name, master in self.masters.items()
+            }
             self._load()
 
     def _update_one(self, name: str, master: torch.Tensor, gradient: torch.Tensor, decay: float) -> None:
@@ -45,8 +48,11 @@ class Twin(DeviceTwin):
         if self._optimizer == "adamw8bit":
             for moment, signed in ((mean, True), (variance, False)):
                 moment.copy_(in_8_bits(moment, signed))
-            if self._in_24_bits:
+            if self._in_24_bits and self._splits(name):
                 master.copy_(in_24_bits(master))
+
+    def _splits(self, name: str) -> bool:
+        return self._parameters[name].dtype == torch.bfloat16
 
 
 def in_8_bits(values: torch.Tensor, signed: bool) -> torch.Tensor:
