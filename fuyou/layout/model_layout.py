@@ -267,7 +267,7 @@ class ModelLayout:
         """Return the trained records of blocks; an adapter record comes with the block's, or with its last piece."""
         result: list[tuple[int, ...]] = []
         for layer, block in enumerate(self.blocks):
-            trained = [(index,) for index in block if index in self.trainable]
+            trained: list[tuple[int, ...]] = [(index,) for index in block if index in self.trainable]
             adapter = self._adapter(layer)
             if adapter is not None and adapter in self.trainable:
                 trained[-1:] = [(*chain(*trained[-1:]), adapter)]

@@ -128,11 +128,11 @@ class _Records:
         These are in fp32 if none is in bf16 or, outside the blocks, if that is the larger part: buffers of adapter
         records are as large as the largest.
         """
-        kept = [entry for entry in group.trained if entry[0][0] in self.wide]
+        fp32 = [entry for entry in group.trained if entry[0][0] in self.wide]
         rest = [entry for entry in group.trained if entry[0][0] not in self.wide]
-        parts = [(self.precision, rest), (self.precision.in_fp32, kept)]
-        larger = kind is Kind.NON_BLOCK and _elements(kept) > _elements(rest)
-        return parts[::-1] if kept and (larger or not rest) else parts
+        parts = [(self.precision, rest), (self.precision.in_fp32, fp32)]
+        larger = kind is Kind.NON_BLOCK and _elements(fp32) > _elements(rest)
+        return parts[::-1] if fp32 and (larger or not rest) else parts
 
     def _add_trained(
         self, name: str, kind: Kind, precision: Precision, entries: list[Entry], held: frozenset[str]

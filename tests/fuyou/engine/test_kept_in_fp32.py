@@ -175,12 +175,12 @@ def test_tied_embeddings_come_with_what_is_kept(family: str, tmp_path: Path) -> 
 def test_what_is_kept_and_frozen_stays_next_to_what_is_trained(
     pieces: dict[str, Any], tmp_path: Path
 ) -> None:
-    checkpoint, ssd, twin = small(tmp_path, "ernie4_5_moe"), directories(tmp_path, 1), None
+    checkpoint, ssd = small(tmp_path, "ernie4_5_moe"), directories(tmp_path, 1)
     twin = twin_of(checkpoint)
-    kept = set(fp32_parameters(twin.model))
-    before = {name: twin.model.get_parameter(name).clone() for name in kept}
-    names = [name for name in twin.masters if name not in kept]
-    for name in kept:
+    frozen = set(fp32_parameters(twin.model))
+    before = {name: twin.model.get_parameter(name).clone() for name in frozen}
+    names = [name for name in twin.masters if name not in frozen]
+    for name in frozen:
         del twin.masters[name], twin._parameters[name]
         twin.model.get_parameter(name).requires_grad_(False)
     with plain_engine(checkpoint, ssd, "bf16", micro_batch=2, trainable=names, **pieces) as trained:
