@@ -45,6 +45,7 @@ from common.models.adapters.targets import (
     refuse_unknown_copies,
     refuse_unknown_targets,
     refuse_unmatched,
+    refuse_unmatched_parameters,
     separate_tied_rows,
     target_fused_experts,
     trained_copies,
@@ -126,6 +127,7 @@ class Adapters:
         with nullcontext() if saved is None else saved.fitting(type(model).__name__):
             refuse_unknown_copies(modules, config)
         settle_targets(model, config)
+        requested = set(config.target_parameters or ())
         target_fused_experts(model, config)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with (
@@ -151,6 +153,7 @@ class Adapters:
         if saved is None:
             tuner: Any = self._wrapped.base_model
             names = [*modules, *(name for names in before.values() for name in names)]
+            refuse_unmatched_parameters(requested, tuner.targeted_parameter_names)
             refuse_unmatched(names, [*tuner.targeted_module_names, *tuner.targeted_parameter_names], config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}

@@ -68,6 +68,17 @@ def _ends(names: Collection[str], wanted: str) -> bool:
     return any(name == wanted or name.endswith(f".{wanted}") for name in names)
 
 
+def refuse_unmatched_parameters(requested: Collection[str], adapted: Collection[str]) -> None:
+    """Refuse ``requested`` target parameters that are none of those ``adapted``. To these, ``peft`` adds its
+    translations of layers' names, which need not match."""
+    for entry in sorted(requested):
+        if not _ends(adapted, entry):
+            hint = did_you_mean(entry, {name.rpartition(".")[2] for name in adapted})
+            raise UserError(
+                f"target_parameters: {entry!r} matches no parameter that can have an adapter.{hint}"
+            )
+
+
 def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
     """Refuse ``modules_to_save`` that no module is called, which ``peft`` leaves out."""
     # Peft adds all of these
@@ -99,7 +110,6 @@ def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: L
         known = adapted if field.endswith("_pattern") else names
         hint = did_you_mean(str(entry), {name.rpartition(".")[2] for name in known})
         what = "module with an adapter" if field in _PATTERNS else "module"
-        what = "parameter that can have an adapter" if field == "target_parameters" else what
         if field in _PATTERNS and any(get_pattern_key([str(entry)], name) != name for name in adapted):
             what = f"{what} that no earlier entry matches"
             hint = ""
@@ -117,8 +127,6 @@ def unmatched_entries(
         entries = getattr(config, field)
         taken = {get_pattern_key(entries, name) for name in adapted}
         yield from ((field, entry) for entry in entries if entry not in taken)
-    parameters = sorted(config.target_parameters or ())
-    yield from (("target_parameters", entry) for entry in parameters if not _ends(adapted, entry))
     excluded = config.exclude_modules
     if isinstance(excluded, str):
         if excluded and not any(re.fullmatch(excluded, name) for name in names):
