@@ -266,7 +266,7 @@ class PaperScheme:
             host += inputs * self.activation_bytes + self.swap.nbytes
         return MemoryPlan(
             counts, Batch(job.rows, job.seq_len, job.rows), _CHUNKS_PER_GROUP * self._groups, largest,
-            self.activation_bytes, 0, job.seq_len, False, False, SAVED_BYTES * job.tokens * self.hidden,
+            self.activation_bytes, 0, job.seq_len, False, False, False, SAVED_BYTES * job.tokens * self.hidden,
             self.device_bytes, host,
         )  # fmt: skip
 
