@@ -68,7 +68,6 @@ from common.store.errors import described
 
 # Name of the folder inside an adapter directory for the model with these adapters merged into it
 MERGED = "merged"
-_OTHER_TASKS = {*TaskType} - {TaskType.CAUSAL_LM, TaskType.SEQ_2_SEQ_LM}  # Than writing text
 
 
 class Adapters:
@@ -113,7 +112,9 @@ class Adapters:
         self._prefix = model.base_model_prefix
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(model, "prepare_inputs_for_generation"):
             config.task_type = None  # of a classifier: peft would look for what a model generates with
-        if config.task_type in _OTHER_TASKS and hasattr(model, "prepare_inputs_for_generation"):
+        texts = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
+        writes_text = hasattr(model, "prepare_inputs_for_generation")
+        if writes_text and config.task_type not in (None, texts, TaskType.CAUSAL_LM):
             raise UserError(
                 f"The adapter configuration has task_type {TaskType(config.task_type).value}, and "
                 f"{type(model).__name__} writes text: leave task_type out, or give the --objective that it is for."
@@ -394,8 +395,12 @@ class Adapters:
                 warnings.simplefilter("ignore")  # that fan_in_fan_out is set where a family needs it
                 return get_peft_model(self.model, self.config, low_cpu_mem_usage=on_meta)
         except (ValueError, LookupError, TypeError, RuntimeError, NotImplementedError) as error:
+            reason = on_one_line(error)
+            if reason.startswith("Target module ") and "is not supported" in reason:
+                # It prints all that the module holds
+                reason = f"{reason.partition('(')[0]} is not supported."
             raise UserError(
-                f"peft cannot adapt this {type(self.model).__name__}: {on_one_line(error)}{self._near(error)}"
+                f"peft cannot adapt this {type(self.model).__name__}: {reason}{self._near(error)}"
             ) from error
 
     def _near(self, error: Exception) -> str:

@@ -193,7 +193,9 @@ def test_entries_that_match_by_the_rules_of_peft(fields: dict[str, Any], checkpo
     assert adapters.layers
 
 
-@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "QUESTION_ANS"])
+@pytest.mark.parametrize(
+    "task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM"]
+)
 def test_a_configuration_for_another_head_is_rejected(task: str, checkpoints: Path) -> None:
     """What it trained would be the next token, and the saved adapter would say otherwise."""
     with pytest.raises(UserError, match=rf"task_type {task}, and LlamaForCausalLM writes text"):
@@ -213,7 +215,8 @@ def test_rows_of_what_is_trained_as_a_whole_are_rejected(checkpoints: Path) -> N
 def test_a_module_that_cannot_be_adapted_is_named_on_one_line(checkpoints: Path) -> None:
     config = LoraConfig(target_modules=["self_attn"])
     with pytest.raises(
-        UserError, match=r"^peft cannot adapt .* is not supported.* linear layers are called .*q_proj"
+        UserError,
+        match=r"^peft cannot adapt .*: Target module LlamaAttention is not supported\. Its linear layers .*q_proj",
     ):
         adapted(checkpoints / "llama", config, BF16)
 
