@@ -283,7 +283,7 @@ class Commits:
         self._submitted = [task for task in self._submitted if not task.done]
         self._submitted += [task for task in tasks if task.op is Op.COMMIT]
 
-    def under_way(self, before: int) -> list[Task]:
+    def unfinished(self, before: int) -> list[Task]:
         """Return the unfinished commits of steps before ``before`` that the executor has been given."""
         return [task for task in self._submitted if task.step < before and not task.done]
 

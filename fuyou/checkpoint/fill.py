@@ -25,7 +25,7 @@ def fill_store(plane: DataPlane, source: WeightSource, target: int) -> None:
     bits; where there are two of each, a record is written while the next is read. Beyond that there are the rows that
     are read at once (:mod:`fuyou.layout.cutting`), or the whole of a parameter whose rows ``source`` cannot read alone.
     """
-    reader = _SlotReader(source)
+    reader = _ParameterReader(source)
     free = {kind: deque(range(_pairs_of_buffers(plane, kind))) for kind in Kind}
     # The oldest first
     writing: dict[Kind, deque[tuple[int, Callable[[], None]]]] = {kind: deque() for kind in Kind}
@@ -56,7 +56,7 @@ def _pairs_of_buffers(plane: DataPlane, kind: Kind) -> int:
     return max(1, min(2, counts.host(kind), counts.host_gradients(kind) if splits else 2))
 
 
-def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer: int) -> None:
+def _fill_values(plane: DataPlane, reader: "_ParameterReader", record: Record, buffer: int) -> None:
     encodes = bool(record.decoded_nbytes)
     dtype = record.precision.dtype
     share = record.share
@@ -91,7 +91,7 @@ def _fill_values(plane: DataPlane, reader: "_SlotReader", record: Record, buffer
             record.frozen.encode(values, record.decayed, encoded)
 
 
-class _SlotReader:
+class _ParameterReader:
     """Reads what records hold of parameters.
 
     Memory: a range of rows (:func:`fuyou.layout.cutting.row_spans`). Of a parameter whose rows the source cannot read
@@ -138,7 +138,7 @@ class _SlotReader:
         yield slot.offset, slot.taken_from(whole)
 
 
-def _fill_compressed(plane: DataPlane, reader: _SlotReader, record: Record, buffer: int) -> None:
+def _fill_compressed(plane: DataPlane, reader: _ParameterReader, record: Record, buffer: int) -> None:
     """Write this rank's part of a record that is kept in the checkpoint's own bytes.
 
     Memory: as :func:`fill_store`.

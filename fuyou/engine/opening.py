@@ -75,7 +75,7 @@ class OpenRun:
             self._open_model()
             self._keep_micro_batch()
             self._choose()
-            self._open_runtime()
+            self._plan_memory()
             self._open_store()
         except BaseException:
             self.close()
@@ -246,7 +246,7 @@ class OpenRun:
             self.config = config.with_options(**choice)
             self.write_watch = WriteWatch.of_run(self.plan, self.agreement)
 
-    def _open_runtime(self) -> None:
+    def _plan_memory(self) -> None:
         assert self._link is not None
         runtime = self._runtime = Runtime(
             self.config, self.model, self.layout, self.device, self.limits, self._link, self.topology
@@ -308,7 +308,7 @@ class OpenRun:
         runtime.open(self.commits)
         if store.resume:
             self.created_bytes = 0
-            self._check_read()
+            self._check_sources()
         else:
             self.created_bytes = self._fill(self.files)
         runtime.plane.buffers.wait_until_touched()
@@ -334,7 +334,7 @@ class OpenRun:
         with self.runtime.io.not_counted():
             fill_store(self.runtime.plane, self._source, 0)
         files.store.sync({extent.file for places in self._extents for extent in places.parameters[:1]})
-        self._check_read()
+        self._check_sources()
         self.commits.state.random = random_states(self.device.torch_device)
         self.commits.seal()
         return self.runtime.io.other[1]
@@ -349,7 +349,7 @@ class OpenRun:
             )
         return identities[0]
 
-    def _check_read(self) -> None:
+    def _check_sources(self) -> None:
         """Refuse a checkpoint, or an adapter, that any rank has seen change since it opened it. Collective."""
         for sentence in self.agreement.all_gather_object(self._watched.changed()):
             if sentence:

@@ -66,7 +66,7 @@ class Steps:
         self._check_idle()
         batch, labels = self._checked(given)
         self._fit(batch)
-        current = self._begin(batch, labels, lr)
+        current = self._run_forward(batch, labels, lr)
         with self._indivisible():
             loss = current.loss = self._whole_loss(current)
             self._check_finite(loss, 0.0)
@@ -86,13 +86,13 @@ class Steps:
             self._check_idle()
         else:
             self.flush()
-        batch, labels = self._checked(given, own_loss=False)
+        batch, labels = self._checked(given, engine_loss=False)
         passing = request.open(run.model, batch)
         self._fit(batch, passing.loss_inputs)
         if not train:
             current = self._evaluate(batch, labels, passing)
         else:
-            current = self._begin(batch, labels, lr, passing)
+            current = self._run_forward(batch, labels, lr, passing)
         with self._indivisible() if train else contextlib.nullcontext():
             current.loss = 0.0
             self._whole_loss(current)  # which combines the router's
@@ -156,7 +156,7 @@ class Steps:
                 "goes back to the last committed step."
             )
 
-    def _begin(
+    def _run_forward(
         self, batch: TrainingBatch, labels: int, lr: float, passing: TokenPass | None = None
     ) -> StepComputation:
         run = self._run
@@ -357,7 +357,7 @@ class Steps:
 
     # -- what both need -------------------------------------------------------------------------------------------
 
-    def _checked(self, given: dict[str, Any], own_loss: bool = True) -> tuple[TrainingBatch, int]:
+    def _checked(self, given: dict[str, Any], engine_loss: bool = True) -> tuple[TrainingBatch, int]:
         """Return a batch that can be trained on, and the number of labels in the batches of all ranks.
 
         Raises:
@@ -366,7 +366,7 @@ class Steps:
         batch = None
         refusal = None
         try:
-            batch = TrainingBatch.of(self._run.model, given, own_loss=own_loss)
+            batch = TrainingBatch.of(self._run.model, given, engine_loss=engine_loss)
         except UserError as error:
             refusal = error
         result = None if refusal is None else refusal.as_written, 0 if batch is None else batch.label_count
@@ -468,7 +468,7 @@ class Steps:
         """Commit a finished step; discard one that is in flight."""
         if self._run.is_running:
             if self._current is not None:
-                self._current.abandon()
+                self._current.skip_forward()
                 self._finish_earlier_commit(self._current.tasks.step)
             elif not self._torn:
                 self.flush()
@@ -479,7 +479,7 @@ class Steps:
         """Let the commits of steps before ``step``, which run next to it, come to their end."""
         run = self._run
         if run.is_open:
-            run.runtime.plane.executor.wait(run.commits.under_way(step))
+            run.runtime.plane.executor.wait(run.commits.unfinished(step))
 
 
 def _aux_loss(computation: StepComputation) -> float | None:

@@ -43,12 +43,12 @@ class TrainingBatch:
     padded: bool  # Whether attention is given a mask of all pairs of tokens
 
     @classmethod
-    def of(cls, model: OpenModel, given: Mapping[str, Any], *, own_loss: bool = True) -> "TrainingBatch":
+    def of(cls, model: OpenModel, given: Mapping[str, Any], *, engine_loss: bool = True) -> "TrainingBatch":
         """Check a batch and return it.
 
         Args:
             given: ``input_ids``, ``labels`` and the rest, as the caller passes them.
-            own_loss: whether the engine computes the loss. If the caller does, missing labels are the batch's own
+            engine_loss: whether the engine computes the loss. If the caller does, missing labels are the batch's own
                 tokens, except padding, and class 0 of a sequence classifier.
 
         Raises:
@@ -68,12 +68,12 @@ class TrainingBatch:
         inputs = {name: _on_cpu(name, value) for name, value in inputs.items() if name not in without_effect}
         ids = inputs["input_ids"] = _integers("input_ids", inputs.get("input_ids"), 2)
         labels = inputs.pop("labels", None)
-        if own_loss and not model.task_type.generates and model.config.num_labels == 1:
+        if engine_loss and not model.task_type.generates and model.config.num_labels == 1:
             raise UserError(
                 "This model gives a single number for each row, which cross entropy cannot learn from: make a loss of "
                 'engine.tokens(outputs=("logits",)).'
             )
-        if labels is None and not own_loss:
+        if labels is None and not engine_loss:
             labels = _own_labels(model, inputs, ids)
         embedding = model.stack.model.get_input_embeddings()
         if type(embedding) is nn.Embedding and not holds_images(inputs):  # whose tokens stand for images

@@ -288,7 +288,7 @@ class SmallStep:
     def run(self, given: Mapping[str, torch.Tensor], micro_rows: int, chunk: int | None = None) -> float:
         """Run a forward and a backward pass, with rows in chunks of ``chunk`` tokens or whole; return the loss, and
         leave :attr:`gradients`."""
-        batch = TrainingBatch.of(self._model, given, own_loss=False)
+        batch = TrainingBatch.of(self._model, given, engine_loss=False)
         rows, length = batch.size
         planned = Batch(rows, length, micro_rows, chunk=chunk)
         room = 4 * planned.micro_batches * (len(self._layout.blocks) + 2)

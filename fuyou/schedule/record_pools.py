@@ -145,7 +145,7 @@ class ParameterPools:
         index = pool.find(record.index)
         if index is not None:
             return index, pool.slots[index].filled
-        index, ready = self._read_to_device(record) if self._passes_host(record) else self._upload(record)
+        index, ready = self._read_to_device(record) if self._bypasses_host(record) else self._upload(record)
         if record.share.ranks_per_node > 1:
             filled = record.filled_slices[record.share.local_rank]
             nbytes = (record.share.ranks_per_node - 1) * filled * record.unit_bytes
@@ -153,7 +153,7 @@ class ParameterPools:
         pool.fill(index, record.index, ready)
         return index, ready
 
-    def _passes_host(self, record: Record) -> bool:
+    def _bypasses_host(self, record: Record) -> bool:
         """Return whether the record bypasses host memory, because nothing would use it from there."""
         host = self._host[record.kind]
         if self._used_from_host is None or host.find(record.index) is not None or host.has_room():

@@ -201,8 +201,8 @@ class Scheduler:
         gradients: dict[int, int] = {}
         first = set()  # records whose gradients no earlier visit has begun
         for index in visit.trained:
-            gradients[index], accumulates, leaving = self._gradient_buffer(self.layout.records[index])
-            ready += leaving
+            gradients[index], accumulates, busy = self._gradient_buffer(self.layout.records[index])
+            ready += busy
             if not accumulates:
                 first.add(index)
         flops = visit_flops(self.layout, visit, self._batch.tokens, self._recomputation)

@@ -122,7 +122,7 @@ class StepComputation:
             self._pieces.close()
             raise
 
-    def abandon(self) -> None:
+    def skip_forward(self) -> None:
         """Give the pass up before its head, but let what waits for it continue: the updates that a forward pass carries
         along belong to the step before, which is to be committed all the same."""
         while self._next is not None and self._next.visit.phase in BEFORE_HEAD_PHASES:
