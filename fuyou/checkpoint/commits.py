@@ -174,10 +174,10 @@ CLUSTER = "cluster"
 class Commits:
     """The committed state of a store, and the steps on their way to it.
 
-    Among several ranks, a step counts once the manifest of every rank lists it. Writes of step t + 1 overwrite step
-    t - 1 and wait until *all* ranks have committed t. So the newest step of any two ranks differ by one commit at most,
-    and ranks that are ahead still have the previous one, whole, in the other slot; its manifest describes both. On
-    resume all ranks take the newest step that all of them have.
+    Among several ranks, a step counts once the manifest of every rank lists it. Later writes overwrite the commit
+    before it, and wait until *all* ranks have committed it. So the newest step of any two ranks differ by one commit
+    at most, and ranks that are ahead still have the previous one, whole, in the other slot; its manifest describes
+    both. On resume all ranks take the newest step that all of them have.
 
     Args:
         state: what the store holds (or will hold when it is filled).
@@ -204,9 +204,9 @@ class Commits:
         self._agreement = agreement
         self._run = run
         self._checksum = checksum
-        self._previous: TrainingState | None = None  # Committed before by several ranks
+        self._previous: TrainingState | None = None  # The commit before, of several ranks
         self._updates: dict[int, Update] = {}
-        self._states: dict[int, TrainingState] = {}
+        self._states: dict[int, TrainingState] = {}  # Of ended steps that are not committed
         self._submitted: list[Task] = []
 
     def begin(self, update: Update) -> None:

@@ -3,7 +3,7 @@
 The store of one rank is a *shard*. The shards of all ranks of a run form a *set*: each names the run (by a random
 name) and the rank that it belongs to. A run that moves to other drives or ranks is a new set with a new name, which
 lists the stores that it replaces. As long as a shard of the new set is missing, the old set counts; from then on the
-new one.
+one with the newer step, and of equals the one in place.
 """
 
 from collections.abc import Mapping, Sequence

@@ -83,7 +83,7 @@ class OpenRun:
 
     @property
     def runtime(self) -> Runtime:
-        """Buffers, workers and the schedule, which are there once the model is open."""
+        """The memory plan; buffers, workers and the schedule, too, once the store is open."""
         assert self._runtime is not None
         return self._runtime
 

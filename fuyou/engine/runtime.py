@@ -42,7 +42,7 @@ class Room(NamedTuple):
 
 
 class Runtime:
-    """Plans memory at once; allocates and starts everything in :meth:`attach`.
+    """Plans memory at once; allocates and starts everything in :meth:`open`.
 
     Args:
         link: the optimizer process, up.

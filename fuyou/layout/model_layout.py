@@ -197,7 +197,7 @@ class ModelLayout:
     embedding: int  # Index of the record that the embeddings are in
     head: int  # Index of the record that the head is in; the same as `embedding` where they are tied
     blocks: tuple[tuple[int, ...], ...]  # Records of each block: one, or one per piece
-    precision: Precision  # Precision of everything but adapters; its dtype is that of activations, too
+    precision: Precision  # Its dtype is that of activations; some records are in fp32
     block_adapters: tuple[int | None, ...] = ()  # For each block, its adapter record; empty if none has one
     embedding_adapter: int | None = None  # Index of the embeddings' adapter record
     head_adapter: int | None = None  # Index of the head's adapter record

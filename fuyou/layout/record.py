@@ -10,8 +10,8 @@ one, written once when the store is created, and an *adapter record* of all trai
 these are adapters.
 
 Some families keep a few parameters in fp32 for any dtype of the rest (``_keep_in_fp32_modules_strict``). Where these
-are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16. Where they are trained, they are in an
-adapter record in fp32, next to a trained record in bf16.
+are frozen they are *wide*: fp32 numbers, bit for bit, in a record of bf16. Where they are trained, each dtype has a
+record; of a block, that in fp32 is the adapter record, and outside the blocks, the smaller one.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -412,7 +412,7 @@ class RecordExtents:
     states: tuple[Extent, ...]
 
 
-SLOTS = 2  # Slots of each trained record: a step writes the one that the step before has left alone
+SLOTS = 2  # Slots of each trained record: steps write the one that the last commit does not use
 FROZEN_FILE = "weights.frozen"  # Name of the file, in every SSD directory, that holds all frozen records
 
 

@@ -12,7 +12,7 @@ from common.store import Extent
 from common.store.checksums import CheckedExtent, ChecksummedExtent, ExtentChecksums, PartSums
 from fuyou.layout.record import Record, RecordExtents
 
-Part = Literal["parameters", "states"]
+Part = Literal["parameters", "states"]  # Of a record; those of an extent are ranges of it
 PARTS: tuple[Part, ...] = get_args(Part)
 
 PART_BYTES = 16 << 20  # Bytes of parameters with one checksum; a multiple of a page

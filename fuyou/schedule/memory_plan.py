@@ -61,7 +61,7 @@ class MemoryPlan:
     head_columns: int  # Tokens of each row that go through the head at once
     wide_blocks: bool  # Whether blocks' gradients are summed in fp32, then rounded to bf16
     wide_non_block: bool  # Whether gradients outside the blocks are summed in fp32, too
-    wide_adapters: bool  # Whether those of other records next to them are
+    wide_adapters: bool  # Whether those of adapter records are
     workspace_bytes: int  # Estimated bytes that computing takes besides all buffers
     device_bytes: int
     host_bytes: int

@@ -46,7 +46,7 @@ class Op(Enum):
     # Over nodes, each rank keeps its part of the slice
     GRADIENT_EXCHANGE = ("gradient exchange", Resource.INTER_NODE)
     GRADIENT_DOWNLOAD = ("gradient download", Resource.DEVICE_TO_HOST)
-    # Deferred updates whose gradient finds no room in host memory
+    # Gradients, deferred or saved, that find no room in host memory
     GRADIENT_WRITE = ("gradient write", Resource.SSD)
     GRADIENT_READ = ("gradient read", Resource.SSD)
     STATE_READ = ("state read", Resource.SSD)  # done once it is requested: the update waits for the bytes
@@ -146,7 +146,7 @@ def known(index: int | None) -> int:
 
 @dataclass
 class StepList:
-    """Tasks of one step, or of a flush, each after all that it waits for."""
+    """Tasks that are submitted together, each after all that it waits for."""
 
     step: int
     tasks: list[Task] = field(default_factory=list)
