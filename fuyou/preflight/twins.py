@@ -214,6 +214,7 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: PreTrainedModel) -> Pe
         adapters.trainable_token_indices = few  # type: ignore[attr-defined]
     if getattr(adapters, "target_modules", None) == DENSE_LINEAR:
         settle_targets(plain, adapters)
+    _name_what_is_there(adapters, plain)
     targets = getattr(adapters, "target_modules", None)
     named = [name for name, _ in plain.named_modules()]
     if isinstance(targets, str) and targets != ALL_LINEAR:
@@ -232,6 +233,19 @@ def _fitting_adapters(adapters: PeftConfig | None, plain: PreTrainedModel) -> Pe
     ):
         _drop_unmatched(adapters, plain)
     return adapters
+
+
+def _name_what_is_there(config: PeftConfig, plain: nn.Module) -> None:
+    """Let targets in layers that a model lacks be those of the same last name in its layers."""
+    names = [f".{name}" for name, _ in chain(plain.named_modules(), plain.named_parameters())]
+    for field in ("target_modules", "target_parameters"):
+        targets = getattr(config, field, None)
+        if isinstance(targets, list | set):
+            there = (any(name.endswith(f".{each}") for name in names) for each in targets)
+            fitting = {
+                each if found else each.rpartition(".")[2] for each, found in zip(targets, there, strict=True)
+            }
+            setattr(config, field, sorted(fitting))
 
 
 def _drop_unmatched(config: LoraConfig, plain: nn.Module) -> None:

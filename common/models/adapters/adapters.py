@@ -42,6 +42,7 @@ from common.models.adapters.targets import (
     named_targets,
     near_targets,
     possible_targets,
+    refuse_overlooked,
     refuse_unknown_copies,
     refuse_unknown_targets,
     refuse_unmatched,
@@ -155,7 +156,9 @@ class Adapters:
             tuner: Any = self._wrapped.base_model
             names = [*modules, *(name for names in before.values() for name in names)]
             refuse_unmatched_parameters(requested, tuner.targeted_parameter_names)
-            refuse_unmatched(names, [*tuner.targeted_module_names, *tuner.targeted_parameter_names], config)
+            adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+            refuse_unmatched(names, adapted, config)
+            refuse_overlooked(adapted, tuner.targeted_parameter_names, config)
         buffers_now = {id(buffer): name for name, buffer in model.named_buffers()}
         self.buffer_names = {name: buffers_now[id(buffer)] for name, buffer in buffers.items()}
         ties = {

@@ -3,7 +3,7 @@ copies of weights that are trained next to adapters: ``modules_to_save``, and ro
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from peft import LoraConfig, PeftConfig
@@ -133,16 +133,69 @@ def unmatched_entries(
             yield "exclude_modules", excluded
     else:
         yield from (("exclude_modules", entry) for entry in sorted(excluded or ()) if not _ends(names, entry))
+    chosen = _chosen_layers(config)
+    layers = _layers_of(names, config) if chosen else set()
+    yield from (("layers_to_transform", layer) for layer in sorted(chosen - layers))
+
+
+def refuse_overlooked(adapted: Collection[str], experts: Collection[str], config: LoraConfig) -> None:
+    """Refuse exclusions and layers that ``peft`` overlooks, and says nothing.
+
+    It compares an excluded name with a module's own, not with those of what the module is in, and lets neither decide
+    about parameters; and in chosen layers it leaves out a target that is in none of them.
+
+    Args:
+        adapted: names of the modules and parameters that have adapters.
+        experts: those of them that are parameters.
+        config: of the adapters.
+    """
+    advice = "Name what to adapt in full instead, in target_modules or target_parameters, as {} is here."
+    for name in adapted:
+        parts = name.split(".")
+        paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        if path := next((path for path in paths if _is_excluded(path, config)), None):
+            raise UserError(
+                f"exclude_modules: {path} is excluded, and peft would adapt {name} in it all the same. "
+                f"{advice.format(name)}"
+            )
+    chosen = _chosen_layers(config)
+    for name in experts if chosen else ():
+        if not chosen & _layers_of([name], config) and name not in (config.target_parameters or ()):
+            raise UserError(
+                f"layers_to_transform: peft would adapt {name} all the same. {advice.format(name)}"
+            )
+    copied = set(config.modules_to_save or ())
+    for target in sorted(named_targets(config) - copied) if chosen else ():
+        if not _ends(adapted, target):
+            raise UserError(
+                f"layers_to_transform: no {target!r} is in these layers, so it would be left out. Name it in full "
+                "(model.embed_tokens), or take it out of target_modules."
+            )
+
+
+def _is_excluded(path: str, config: LoraConfig) -> bool:
+    """Return whether ``exclude_modules`` says that a module or a parameter has no adapter."""
+    excluded = config.exclude_modules
+    if isinstance(excluded, str):
+        return bool(excluded and re.fullmatch(excluded, path))
+    return any(_ends([path], entry) for entry in excluded or ())
+
+
+def _chosen_layers(config: LoraConfig) -> set[int]:
     chosen = config.layers_to_transform
-    chosen = [chosen] if isinstance(chosen, int) else chosen or []
+    return {chosen} if isinstance(chosen, int) else set(chosen or ())
+
+
+def _layers_of(names: Iterable[str], config: LoraConfig) -> set[int]:
+    """Return the numbers of the layers that modules and parameters are in."""
     given = config.layers_pattern or []
     # As in peft.tuners.tuners_utils.check_target_module_exists: the first number in a name is its layer's.
     patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in ([given] if isinstance(given, str) else given)]
     layers = set[int]()
-    for name in names if chosen else ():
+    for name in names:
         matches = (re.match(pattern, name) for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."])
         layers.update(int(match[1]) for match in matches if match)
-    yield from (("layers_to_transform", layer) for layer in chosen if layer not in layers)
+    return layers
 
 
 def trained_copies(model: nn.Module) -> dict[str, tuple[str, list[int] | None]]:

@@ -164,6 +164,11 @@ def test_adapters_parts_and_packed_rows_are_proven() -> None:
     assert one_layer.layers_to_transform == [30]
     named = LoraConfig(r=4, target_modules=["model.layers.30.self_attn.q_proj"], task_type="CAUSAL_LM")
     fuyou.prove(LlamaConfig(), adapters=named)
+    for expert in (["layers.20.mlp.experts.gate_up_proj"], ["model.layers.20.mlp.experts.down_proj"]):
+        fuyou.prove(
+            Qwen3MoeConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj"], target_parameters=expert)
+        )
+        fuyou.prove(Qwen3MoeConfig(), adapters=LoraConfig(r=4, target_modules=["q_proj", *expert]))
     ranks = {r"layers\.30\..*q_proj": 2, "v_proj": 8}
     last = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], rank_pattern=ranks)
     last.exclude_modules = ["layers.30.self_attn.v_proj"]

@@ -193,6 +193,45 @@ def test_entries_that_match_by_the_rules_of_peft(fields: dict[str, Any], checkpo
     assert adapters.layers
 
 
+OVERLOOKED = [
+    ("llama", {"target_modules": ["q_proj", "embed_tokens"], "layers_to_transform": [0]}, "'embed_tokens' is in these"),
+    ("llama", {"target_modules": ["up_proj"], "exclude_modules": ["mlp"]}, r"layers\.0\.mlp is excluded"),
+    ("llama", {"target_modules": "all-linear", "exclude_modules": r".*\.1\.mlp"}, r"layers\.1\.mlp is excluded"),
+    # Experts are parameters
+    ("qwen3-moe", {"target_modules": ["gate_up_proj"], "layers_to_transform": 0}, r"adapt model\.layers\.1\.mlp\.exp"),
+    ("qwen3-moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [1]}, r"adapt model.layers.0"),
+    ("qwen3-moe", {"target_modules": "all-linear", "exclude_modules": ["experts"]}, r"layers\.0\.mlp\.experts is excl"),
+    ("qwen3-moe", {"target_modules": "all-linear", "exclude_modules": ["gate"]}, r"layers\.0\.mlp\.gate is excluded"),
+    ("qwen3-moe", {"target_modules": "all-linear", "exclude_modules": r".*layers\.1\..*"}, r"layers\.1\.mlp is excl"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields", "said"), OVERLOOKED)
+def test_what_peft_would_adapt_or_leave_out_against_the_configuration_is_rejected(
+    family: str, fields: dict[str, Any], said: str, checkpoints: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        adapted(checkpoints / family, LoraConfig(r=2, **fields), BF16)
+
+
+@pytest.mark.parametrize(("family", "fields", "where"), [
+    ("llama", {"target_modules": ["q_proj", "model.embed_tokens"], "layers_to_transform": [0]},
+     {"model.layers.0.self_attn.q_proj", "model.embed_tokens"}),
+    ("llama", {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.mlp\..*", "layers_to_transform": None},
+     {f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)}),
+    ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["layers.0.mlp.experts.down_proj"],
+                   "layers_to_transform": [0], "exclude_modules": ["layers.1.mlp.experts"]},
+     {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"}),
+    ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["model.layers.2.mlp.experts.down_proj"],
+                   "layers_to_transform": [0]}, {"model.layers.0.self_attn.q_proj", "model.layers.2.mlp.experts"}),
+])  # fmt: skip
+def test_layers_and_exclusions_decide_what_is_adapted(
+    family: str, fields: dict[str, Any], where: set[str], checkpoints: Path
+) -> None:
+    adapters, _ = adapted(checkpoints / family, LoraConfig(r=2, **fields), BF16)
+    assert {name.partition(".lora_")[0] for name in adapters.trainable_names} == where
+
+
 @pytest.mark.parametrize(
     "task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM"]
 )
