@@ -29,7 +29,7 @@ from common.store.checksums import GOLDEN_STEP, mixed_words
 from common.store.errors import described
 
 # Counts changes to anything that decides what is in the file: shapes, templates, packing, layout
-FORMAT_VERSION = 21
+FORMAT_VERSION = 22
 
 ID_MASK = np.uint32((1 << 30) - 1)
 TRAINED = np.uint32(1 << 30)  # Bit of a token that carries loss

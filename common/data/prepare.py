@@ -199,6 +199,9 @@ def _rows_of_item(item: Item, encoder: Encoder, is_classified: bool) -> list[Enc
         rows += segments
     if len(rows) < len(item.examples):
         return []
+    if len(rows) == 2 and np.array_equal(rows[0].ids, rows[1].ids):  # the gradients of both would cancel
+        counts.alike.add(0, item.where)
+        return []
     counts.tokens += sum(len(row.ids) for row in rows)
     counts.trainable_tokens += sum(int(row.trained.sum()) for row in rows)
     return rows

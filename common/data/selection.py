@@ -72,6 +72,7 @@ class Counts:
     # Records without any answer to train on, however long the row
     untrained: Tally = field(default_factory=Tally)
     empty: Tally = field(default_factory=Tally)  # Records without text, or whose answer is empty
+    alike: Tally = field(default_factory=Tally)  # Pairs whose answers are the same in their rows
     unseen: Tally = field(default_factory=Tally)  # Records with text that the chat template leaves out
     endless: Tally = field(default_factory=Tally)  # Records with an answer that no special token ends
     turns: Tally = field(default_factory=Tally)  # Instructions that became turns of the chat template
@@ -169,6 +170,11 @@ class Counts:
             ("left out", self.left_out, too_long),
             ("left out", self.untrained, "no completion, output or message of the assistant to train on"),
             ("left out", self.empty, "no text, or an empty answer"),
+            (
+                "left out",
+                self.alike,
+                f"chosen and rejected are the same, within rows of {self.seq_len:,} tokens",
+            ),
             ("left out", self.unseen, "text that the chat template leaves out (--drop-unseen)"),
             ("without an end", self.endless, endless),
             ("instructions", self.turns, turns),
@@ -192,7 +198,7 @@ class Counts:
         if self.rows:
             return
         named = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
-        if not (self.left_out.records or self.untrained.records or self.unseen.records):
+        if not any(tally.records for tally in (self.left_out, self.untrained, self.alike, self.unseen)):
             first = f" (the first is {self.empty.first})" if self.empty.records else ""
             raise UserError(f"The data is empty: no record with any text to learn in {named}{first}.")
         raise UserError(f"There is no token to train on in {named}: {'; '.join(self.changes())}.")

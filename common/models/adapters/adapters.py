@@ -42,6 +42,7 @@ from common.models.adapters.targets import (
     named_targets,
     near_targets,
     possible_targets,
+    refuse_copies_by_the_way,
     refuse_overlooked,
     refuse_unknown_copies,
     refuse_unknown_targets,
@@ -155,6 +156,7 @@ class Adapters:
         if saved is None:
             tuner: Any = self._wrapped.base_model
             names = [*modules, *(name for names in before.values() for name in names)]
+            refuse_copies_by_the_way(modules, config)
             refuse_unmatched_parameters(requested, tuner.targeted_parameter_names)
             adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
             refuse_unmatched(names, adapted, config)

@@ -88,6 +88,18 @@ def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
             raise UserError(f"modules_to_save: no module is called {name!r}.{did_you_mean(name, modules)}")
 
 
+def refuse_copies_by_the_way(modules: Collection[str], config: PeftConfig) -> None:
+    """Refuse ``modules_to_save`` that are the end of another module's name: ``peft`` trains ``input_layernorm`` for
+    ``norm``, too."""
+    for name in sorted(set(config.modules_to_save or ()) - set(SEQ_CLS_HEAD_NAMES)):
+        other = next((each for each in modules if each.endswith(name) and not _ends([each], name)), None)
+        if other is not None:
+            raise UserError(
+                f"modules_to_save: peft would train {other} for {name!r}, too. Write whole names, with what comes "
+                "before them where others end alike (model.norm)."
+            )
+
+
 def refuse_unmatched(names: Collection[str], adapted: Collection[str], config: LoraConfig) -> None:
     """Refuse entries of a configuration that match nothing, which ``peft`` ignores, and patterns whose order counts,
     which it does not keep.

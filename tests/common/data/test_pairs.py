@@ -13,6 +13,7 @@ from common.data.demo_text import train_demo_tokenizer
 from common.data.examples import PlainText, pair_kind, pairs_of_records
 from common.data.read import DataRecord
 from common.errors import UserError
+from common.units import counted
 
 
 def pairs_of(*records: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -69,3 +70,31 @@ def test_rows_are_pairs_in_every_epoch(tmp_path: Path) -> None:
     assert again.digest == batches.digest
     again.close()
     batches.close()
+
+
+@pytest.mark.parametrize("classifies", [False, True])
+def test_pairs_that_are_alike_in_their_rows_are_left_out(classifies: bool, tmp_path: Path) -> None:
+    """Answers that differ behind the end of the row, or nowhere, have gradients that cancel."""
+    train_demo_tokenizer(384, tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "pairs.jsonl"
+    shared = [0, 3, 40, 5, 60]
+    answers = [("odd " * count + "yes", "odd " * count + "no") for count in shared]
+    records = [{"prompt": "Is it? ", "chosen": one, "rejected": two} for one, two in [*answers, ("so", "so")]]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for seq_len, kept in ((32, 3), (512, 5)):
+        config = DataConfig((str(file),), seq_len, 1, kind=pair_kind(classifies))
+        batches = open_data(config, tokenizer, tmp_path / "cache")
+        assert batches.rows == kept
+        first = 3 if seq_len == 32 else 6
+        assert (
+            f"left out: {counted(6 - kept, 'record')}; first {file}, line {first}; chosen and rejected are the same, "
+            f"within rows of {seq_len} tokens" in batches.description
+        )
+        for step in range(kept):
+            ids = batches.batch(step)["input_ids"]
+            assert not torch.equal(ids[0], ids[1])
+        batches.close()
+    file.write_text(json.dumps(records[-1]))
+    with pytest.raises(UserError, match=r"no token to train on .* chosen and rejected are the same"):
+        open_data(DataConfig((str(file),), 32, 1, kind=pair_kind(classifies)), tokenizer, tmp_path / "cache")

@@ -45,7 +45,7 @@ def in_memory(model: Path, dtype: str, adapters: PeftConfig, clip: float | None 
     pytest.param("llama", "bf16", 4, None, {"r": 16, "target_modules": ["v_proj", "lm_head"]}, marks=pytest.mark.slow),
     ("qwen3-moe", "bf16", 2, None, {}),  # experts are adapted too, as parameters
     pytest.param("llama", "fp32", 4, 0.2, {"modules_to_save": ["lm_head"]}, marks=pytest.mark.slow),
-    ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    ("llama", "fp32", 2, None, {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]}),
     ("llama-tied", "fp32", 4, None, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}),
     ("gemma3", "fp32", 4, None, {"trainable_token_indices": [3, 5, 8, 90]}),  # tied
     ("llama", "fp32", 2, None, {"trainable_token_indices": {"embed_tokens": [3, 9, 11], "lm_head": [7]}, "r": 16}),

@@ -149,7 +149,7 @@ def test_preferences_with_adapters(
 @pytest.mark.parametrize(("dtype", "more"), [
     ("fp32", {}),
     pytest.param("bf16", {}, marks=pytest.mark.slow),
-    pytest.param("fp32", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}, marks=pytest.mark.slow),
+    pytest.param("fp32", {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]}, marks=pytest.mark.slow),
     ("fp32", {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2, 3]}),
 ])  # fmt: skip
 def test_reference_is_what_the_model_gives_without_adapters(

@@ -197,6 +197,8 @@ OVERLOOKED = [
     ("llama", {"target_modules": ["q_proj", "embed_tokens"], "layers_to_transform": [0]}, "'embed_tokens' is in these"),
     ("llama", {"target_modules": ["up_proj"], "exclude_modules": ["mlp"]}, r"layers\.0\.mlp is excluded"),
     ("llama", {"target_modules": "all-linear", "exclude_modules": r".*\.1\.mlp"}, r"layers\.1\.mlp is excluded"),
+    ("llama", {"modules_to_save": ["norm"]}, r"peft would train model\.layers\.0\.input_layernorm for 'norm', too"),
+    ("llama", {"modules_to_save": ["lm_head", "layernorm"]}, "layers.0.input_layernorm for 'layernorm'"),
     # Experts are parameters
     ("qwen3-moe", {"target_modules": ["gate_up_proj"], "layers_to_transform": 0}, r"adapt model\.layers\.1\.mlp\.exp"),
     ("qwen3-moe", {"target_parameters": ["experts.down_proj"], "layers_to_transform": [1]}, r"adapt model.layers.0"),
@@ -219,6 +221,8 @@ def test_what_peft_would_adapt_or_leave_out_against_the_configuration_is_rejecte
      {"model.layers.0.self_attn.q_proj", "model.embed_tokens"}),
     ("llama", {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.mlp\..*", "layers_to_transform": None},
      {f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)}),
+    ("llama", {"target_modules": ["model.layers.1.mlp.up_proj"], "modules_to_save": ["model.norm"]},
+     {"model.layers.1.mlp.up_proj", "model.norm.modules_to_save.default.weight"}),
     ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["layers.0.mlp.experts.down_proj"],
                    "layers_to_transform": [0], "exclude_modules": ["layers.1.mlp.experts"]},
      {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"}),
