@@ -58,6 +58,24 @@ def test_warmup_rejects(text: str) -> None:
         Warmup.parse(text)
 
 
+@given(
+    st.sampled_from(["1", "3%", "0.001", "100%", "5", "0"]), st.integers(1, 50), st.sampled_from(SCHEDULES)
+)
+def test_a_run_that_is_accepted_learns_something(text: str, total: int, schedule: str) -> None:
+    try:
+        warmup = Warmup.parse(text).steps(total)
+    except UserError as error:
+        assert total < 5, error
+        return
+    assert any(LearningRate(schedule, 1.0, warmup, total).at(step) for step in range(1, total + 1))
+
+
+def test_a_single_step_of_warmup_is_rejected() -> None:
+    for text in ("3%", "1", "100%"):
+        with pytest.raises(UserError, match=r"The only step .* has the learning rate 0"):
+            Warmup.parse(text).steps(1)
+
+
 def test_warmup_longer_than_the_run() -> None:
     with pytest.raises(UserError, match="warmup 11 is longer than the whole run of 10 steps"):
         Warmup.parse("11").steps(10)
