@@ -43,7 +43,7 @@ class Warmup:
             raise UserError(f"--warmup {steps} is longer than the whole run of {total} steps.")
         if steps == total == 1:
             raise UserError(
-                "The only step of this run would be one of --warmup, and the first of these has the learning rate 0, so "
+                "The only step of this run would be one of --warmup, the first of which has the learning rate 0, so "
                 "nothing would be learned: give --warmup 0, or more --epochs or --steps."
             )
         return steps

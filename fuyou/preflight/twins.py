@@ -241,9 +241,9 @@ def _name_what_is_there(config: PeftConfig, plain: nn.Module) -> None:
     for field in ("target_modules", "target_parameters"):
         targets = getattr(config, field, None)
         if isinstance(targets, list | set):
-            there = (any(name.endswith(f".{each}") for name in names) for each in targets)
             fitting = {
-                each if found else each.rpartition(".")[2] for each, found in zip(targets, there, strict=True)
+                each if any(name.endswith(f".{each}") for name in names) else each.rpartition(".")[2]
+                for each in targets
             }
             setattr(config, field, sorted(fitting))
 

@@ -88,7 +88,7 @@ def refuse_unknown_copies(modules: Collection[str], config: PeftConfig) -> None:
             raise UserError(f"modules_to_save: no module is called {name!r}.{did_you_mean(name, modules)}")
 
 
-def refuse_copies_by_the_way(modules: Collection[str], config: PeftConfig) -> None:
+def refuse_copies_by_the_way(modules: Collection[str], config: LoraConfig) -> None:
     """Refuse ``modules_to_save`` that are the end of another module's name: ``peft`` trains ``input_layernorm`` for
     ``norm``, too."""
     for name in sorted(set(config.modules_to_save or ()) - set(SEQ_CLS_HEAD_NAMES)):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     get_constant_schedule_with_warmup,
@@ -62,11 +62,9 @@ def test_warmup_rejects(text: str) -> None:
     st.sampled_from(["1", "3%", "0.001", "100%", "5", "0"]), st.integers(1, 50), st.sampled_from(SCHEDULES)
 )
 def test_a_run_that_is_accepted_learns_something(text: str, total: int, schedule: str) -> None:
-    try:
-        warmup = Warmup.parse(text).steps(total)
-    except UserError as error:
-        assert total < 5, error
-        return
+    assume(total > 1 or text == "0")
+    assume(total >= 5 or text != "5")
+    warmup = Warmup.parse(text).steps(total)
     assert any(LearningRate(schedule, 1.0, warmup, total).at(step) for step in range(1, total + 1))
 
 

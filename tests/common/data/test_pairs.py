@@ -79,19 +79,22 @@ def test_pairs_that_are_alike_in_their_rows_are_left_out(classifies: bool, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     file = tmp_path / "pairs.jsonl"
     shared = [0, 3, 40, 5, 60]
-    answers = [("odd " * count + "yes", "odd " * count + "no") for count in shared]
-    records = [{"prompt": "Is it? ", "chosen": one, "rejected": two} for one, two in [*answers, ("so", "so")]]
+    answers = [("odd " * times + "yes", "odd " * times + "no") for times in shared]
+    records = [
+        {"prompt": "Is it? ", "chosen": better, "rejected": worse}
+        for better, worse in [*answers, ("so", "so")]
+    ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    for seq_len, kept in ((32, 3), (512, 5)):
+    for seq_len, count in ((32, 3), (512, 5)):
         config = DataConfig((str(file),), seq_len, 1, kind=pair_kind(classifies))
         batches = open_data(config, tokenizer, tmp_path / "cache")
-        assert batches.rows == kept
+        assert batches.rows == count
         first = 3 if seq_len == 32 else 6
         assert (
-            f"left out: {counted(6 - kept, 'record')}; first {file}, line {first}; chosen and rejected are the same, "
+            f"left out: {counted(6 - count, 'record')}; first {file}, line {first}; chosen and rejected are the same, "
             f"within rows of {seq_len} tokens" in batches.description
         )
-        for step in range(kept):
+        for step in range(count):
             ids = batches.batch(step)["input_ids"]
             assert not torch.equal(ids[0], ids[1])
         batches.close()
