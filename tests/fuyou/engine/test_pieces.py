@@ -71,7 +71,7 @@ ATTENTION = ["q_proj", "k_proj", "o_proj"]
 
 @pytest.mark.parametrize(("family", "dtype", "micro", "targets", "whole"), [
     ("qwen3-moe", "fp32", 4, "all-linear", None),  # attention, routers, and experts in ranges
-    pytest.param("qwen3-moe", "fp32", 2, "all-linear", ["norm", "lm_head"], marks=pytest.mark.slow),
+    pytest.param("qwen3-moe", "fp32", 2, "all-linear", ["q_norm", "model.norm", "lm_head"], marks=pytest.mark.slow),
     *(
         pytest.param(*case, None, marks=pytest.mark.slow)
         for case in (
