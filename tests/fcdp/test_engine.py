@@ -91,12 +91,7 @@ def test_two_ranks_equal_one(
     ranks = pool.run(layout, cases.train, Run(model, tmp_path / "ranks", ssds=ssds, options=options))
     # Three threads of a rank exchange, each on its own communicators; cells of a rank may hold less than others.
     check_same_order([rank.launches for rank in ranks], sizes=False, one_thread=False)
-    for rank in ranks:
-        assert rank.losses == alone.losses
-        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
-        assert rank.counted == rank.scheduled
-    for name, master in alone.masters.items():
-        assert torch.equal(ranks[0].masters[name], master), name
+    check_equal(ranks, alone)
     if "adapters" in options and layout == (2, 1):
         trained = sum(master.numel() for name, master in alone.masters.items() if "lora_" in name)
         # Half of every gradient and of every new value is sent by either, in fp32, and no pages of padding.
@@ -122,12 +117,7 @@ def test_ranks_train_what_a_family_keeps_in_fp32(
     run = Run(checkpoint, tmp_path / "alone", 3, packed=False, save=tmp_path / "saved", options=options)
     alone = cases.train(None, run)
     ranks = pool.run(layout, cases.train, replace(run, folder=tmp_path / "ranks", save=tmp_path / "together"))
-    for rank in ranks:
-        assert rank.losses == alone.losses
-        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
-        assert rank.counted == rank.scheduled
-    for name, master in alone.masters.items():
-        assert torch.equal(ranks[0].masters[name], master), name
+    check_equal(ranks, alone)
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
         for folder in ("saved", "together")
@@ -286,6 +276,16 @@ def test_the_router_loss_is_that_of_one_batch_over_all_ranks(
             assert rank.norms[step - 1] == pytest.approx(twin.grad_norm, rel=1e-6)
     for name, master in twin.masters.items():
         assert (ranks[0].masters[name] - master).abs().max() <= 1e-6, name
+
+
+def check_equal(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:
+    """Ranks train as a single one does, and count what they send as it was scheduled."""
+    for rank in ranks:
+        assert rank.losses == alone.losses
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
+        assert rank.counted == rank.scheduled
+    for name, master in alone.masters.items():
+        assert torch.equal(ranks[0].masters[name], master), name
 
 
 def check_bytes(ranks: list[cases.Outcome], alone: cases.Outcome) -> None:

@@ -9,6 +9,7 @@ from transformers import Trainer
 
 import fuyou
 from tests.helpers.engines import OPTIONS, ROWS
+from tests.helpers.twin import Twin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +56,9 @@ class InMemory:
         self.optimizer.zero_grad()
 
 
-def train(trained: fuyou.Engine, twin: InMemory, feed: list[dict[str, torch.Tensor]], micro: int) -> None:
+def train(
+    trained: fuyou.Engine, twin: InMemory | Twin, feed: list[dict[str, torch.Tensor]], micro: int
+) -> None:
     """Both take these steps, and agree."""
     for batch in feed:
         out = trained(**batch)

@@ -1,6 +1,5 @@
 """Parameters that a family keeps in fp32 are fp32 in a model of bf16, to the bit, wherever they lie."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import fuyou
 from common.models.miniature import miniature
 from common.models.structure import fp32_parameters
 from fuyou.layout.frozen_weights import FrozenDtype
@@ -112,15 +110,6 @@ def twin_of(checkpoint: Path, clip: float | None = None, optimizer: str = "adamw
     return Twin(str(checkpoint), bf16=True, max_grad_norm=clip, optimizer=optimizer, **OPTIONS)
 
 
-def step_both(trained: fuyou.Engine, twin: Twin, feed: list[dict[str, torch.Tensor]], micro: int) -> None:
-    for batch in feed:
-        out = trained(**batch)
-        out.loss.backward()
-        report = trained.step()
-        assert out.loss.item() == twin.step(batch, micro)
-        assert math.isclose(report.grad_norm, twin.grad_norm, rel_tol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -147,9 +136,9 @@ def test_all_weights_train_as_in_memory(family: str, options: dict[str, Any], tm
     twin = twin_of(checkpoint, options.get("max_grad_norm"), options.get("optimizer", "adamw"))
     options = {"micro_batch": 4, **options}
     with plain_engine(checkpoint, ssd, "bf16", **options) as trained:
-        step_both(trained, twin, feed[:2], options["micro_batch"])
+        train(trained, twin, feed[:2], options["micro_batch"])
     with plain_engine(checkpoint, ssd, "bf16", resume=True, **options) as trained:
-        step_both(trained, twin, feed[2:], options["micro_batch"])
+        train(trained, twin, feed[2:], options["micro_batch"])
         compare_masters(trained, twin)
         assert trained.io_bytes() == trained.planned_io_bytes()
         trained.save_pretrained(tmp_path / "saved")
@@ -167,7 +156,7 @@ def test_tied_embeddings_come_with_what_is_kept(family: str, tmp_path: Path) -> 
     checkpoint, ssd = small(tmp_path, family, tie_word_embeddings=True), directories(tmp_path, 1)
     twin = twin_of(checkpoint)
     with plain_engine(checkpoint, ssd, "bf16", micro_batch=2) as trained:
-        step_both(trained, twin, batches(3, packed=False), 2)
+        train(trained, twin, batches(3, packed=False), 2)
         compare_masters(trained, twin)
 
 
@@ -184,7 +173,7 @@ def test_what_is_kept_and_frozen_stays_next_to_what_is_trained(
         del twin.masters[name], twin._parameters[name]
         twin.model.get_parameter(name).requires_grad_(False)
     with plain_engine(checkpoint, ssd, "bf16", micro_batch=2, trainable=names, **pieces) as trained:
-        step_both(trained, twin, batches(3, packed=False), 2)
+        train(trained, twin, batches(3, packed=False), 2)
         for name, value in trained.named_parameters():
             assert torch.equal(value, before.get(name, twin.masters.get(name))), name
 
